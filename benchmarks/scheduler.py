@@ -1,0 +1,180 @@
+"""Python time of a scheduler step: `plan()` and `commit()` with many running requests, all of them decoding.
+
+    python benchmarks/scheduler.py [--running 1024] [--block-size 32] [--steps 400] [--repeats 3]
+
+Two regimes. In both, requests stand at random places within their blocks, so that each step crosses about
+running / block_size block boundaries: blocks are allocated, and full ones recorded in the prefix cache.
+
+    steady     nobody comes or goes
+    turnover   completions of 256 to 1024 tokens; whoever ends is replaced from the queue at once, so that about
+               three requests in two steps end and free their blocks, and others are admitted and prefilled instead
+
+What is timed is the scheduler alone, not the making of tokens: on the clock, and as processor time of this thread, which
+says what the Python costs on a machine that does other things too. The repeat with the smallest median counts. The
+target is a median of 300 microseconds at 1,024 (DESIGN.md, section 7). The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from flatbed.scheduling.plan import Sequence
+from flatbed.scheduling.scheduler import Scheduler
+
+TARGET_US = 300.0
+REGIMES = ("steady", "turnover")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per step, and what the steps did.
+
+    Attributes:
+        median_us, mean_us, p99_us: plan and commit together, on the clock.
+        plan_us, commit_us: medians of each.
+        cpu_us: median of the processor time of both.
+        steps: timed steps.
+        allocations: blocks that changed hands in them.
+        finished: requests that ended in them.
+    """
+
+    median_us: float
+    mean_us: float
+    p99_us: float
+    plan_us: float
+    commit_us: float
+    cpu_us: float
+    steps: int
+    allocations: int
+    finished: int
+
+
+def measure(regime: str, *, running: int = 1024, block_size: int = 32, steps: int = 400, seed: int = 0) -> Timing:
+    """Times `steps` steps over `running` decoding requests."""
+    noise = random.Random(seed)
+    scheduler = Scheduler(10**9, block_size, token_budget=running + 4096, max_requests=running)
+    count = 0
+
+    def submit(new: int) -> None:
+        nonlocal count
+        count += 1
+        prompt = [noise.randrange(50_000) for _ in range(noise.randint(16, 16 + 2 * block_size))]
+        scheduler.submit(Sequence(str(count), 0, prompt, new, frozenset([50_001]), scheduler.group(prompt)))
+
+    def length() -> int:
+        return 10**6 if regime == "steady" else noise.randint(256, 1024)
+
+    for _ in range(running):  # those that run already have part of their completion behind them
+        submit(length() if regime == "steady" else noise.randint(1, length()))
+    allocated = 0
+    allocate = scheduler.pool.allocate
+
+    def counted() -> int | None:
+        nonlocal allocated
+        allocated += 1
+        return allocate()
+
+    scheduler.pool.allocate = counted  # type: ignore[method-assign]
+
+    def step(timed: list[tuple[float, float, float]] | None) -> int:
+        worked = time.thread_time()
+        begin = time.perf_counter()
+        plan = scheduler.plan()
+        middle = time.perf_counter()
+        worked -= time.thread_time()
+        assert plan is not None
+        tokens = np.array([noise.randrange(50_000) for _ in plan.sampled], np.int64)
+        worked += time.thread_time()
+        resumed = time.perf_counter()
+        landed = scheduler.commit(plan, tokens)
+        end = time.perf_counter()
+        worked -= time.thread_time()
+        for _ in landed.finished:
+            submit(length())
+        if timed is not None:
+            assert len(plan.sampled) == running
+            timed.append((middle - begin, end - resumed, -worked))
+        return len(landed.finished)
+
+    while scheduler.waiting or any(not sequence.output for sequence in scheduler.rows.owner if sequence is not None):
+        step(None)
+    for _ in range(block_size):
+        step(None)
+    scheduler.check()
+    timed: list[tuple[float, float, float]] = []
+    allocated = finished = 0
+    for _ in range(steps):
+        finished += step(timed)
+    scheduler.check()
+    parts = 1e6 * np.array(timed)
+    total = parts[:, :2].sum(1)
+    return Timing(
+        median_us=round(float(np.median(total)), 1),
+        mean_us=round(float(total.mean()), 1),
+        p99_us=round(float(np.percentile(total, 99)), 1),
+        plan_us=round(float(np.median(parts[:, 0])), 1),
+        commit_us=round(float(np.median(parts[:, 1])), 1),
+        cpu_us=round(float(np.median(parts[:, 2])), 1),
+        steps=steps,
+        allocations=allocated,
+        finished=finished,
+    )
+
+
+def best(regime: str, *, repeats: int = 3, running: int = 1024, block_size: int = 32, steps: int = 400) -> Timing:
+    """The repeat with the smallest median."""
+    timings = [measure(regime, running=running, block_size=block_size, steps=steps, seed=i) for i in range(repeats)]
+    return min(timings, key=lambda timing: timing.median_us)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Python time of a scheduler step")
+    parser.add_argument("--running", type=int, default=1024)
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    results = {}
+    for regime in REGIMES:
+        timing = best(regime, repeats=args.repeats, running=args.running, block_size=args.block_size, steps=args.steps)
+        results[regime] = asdict(timing)
+        print(
+            f"{regime:9} {timing.median_us:6.0f} us median ({timing.plan_us:.0f} plan, {timing.commit_us:.0f} commit), "
+            f"{timing.mean_us:.0f} mean, {timing.p99_us:.0f} p99, {timing.cpu_us:.0f} processor time"
+        )
+        print(f"{'':9} in {timing.steps} steps: {timing.allocations} allocations, {timing.finished} requests finished")
+    print(
+        json.dumps(
+            {
+                "benchmark": "scheduler",
+                "running": args.running,
+                "block_size": args.block_size,
+                "target_us": TARGET_US,
+                "machine": platform.machine(),
+                "processor": _processor(),
+                "python": platform.python_version(),
+                "numpy": np.__version__,
+                "regimes": results,
+            }
+        )
+    )
+
+
+def _processor() -> str:
+    """The CPU's name where Linux tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()
+
+
+if __name__ == "__main__":
+    main()

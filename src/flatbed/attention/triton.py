@@ -1,0 +1,517 @@
+"""The Triton backend: decode and ragged prefill read the pool in place, on one launch each.
+
+The functions over tensors (`write_kv`, `decode_attention`, `prefill_attention`) know nothing of steps or batches, so that a
+captured CUDA graph can call them with its own static buffers::
+
+      eager step    begin: one copy  [tables │ lengths │ tiles of queries]
+                    each layer:  write_kv   decode_attention (first rows)   prefill_attention (the rest)
+      graph step    DecodePlan.update(lengths)   each layer:  write_kv   decode_attention
+
+Both paths divide the K/V of a decode on the device, in `DecodePlan.update`: one small launch a step for each window size, none of
+whose sizes follow the capacity.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flatbed.attention.base import AttentionBackend, AttentionSpec, Availability, Batch, LayerCache
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_LOG2E = math.log2(math.e)
+_ITEM_FIELDS = 8
+_TILE_FIELDS = 4
+
+
+def _kernels() -> ModuleType:
+    """The kernels; imported at first use, because Triton is optional."""
+    from flatbed.kernels import attention
+
+    return attention
+
+
+def _power_of_two(value: int, least: int = 1) -> int:
+    return max(least, 1 << (value - 1).bit_length())
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter: few programs, one after another
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Launch constants of a kernel: keys read at a time, rows of a tile of queries, warps, pipeline depth."""
+
+    tile: int
+    rows: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def _decode_shape(group: int, key_dim: int, value_dim: int, itemsize: int) -> _Shape:
+    dim = _power_of_two(max(key_dim, value_dim))
+    row_bytes = dim * itemsize
+    rows = _power_of_two(group, 16)
+    if row_bytes <= 128:
+        return _Shape(64, rows, 4, 4)
+    if row_bytes <= 256:
+        return _Shape(64, rows, 4, 3)
+    return _Shape(32, rows, 4, 2)
+
+
+@functools.cache
+def _prefill_shape(group: int, key_dim: int, value_dim: int, itemsize: int) -> _Shape:
+    dim = _power_of_two(max(key_dim, value_dim))
+    if itemsize == 4:  # not on the tensor cores: registers decide
+        return _Shape(32 if dim <= 64 else 16, _power_of_two(group, 32), 4, 2)
+    if dim <= 64:
+        return _Shape(64, _power_of_two(group, 128), 4, 3)
+    if dim <= 128:
+        return _Shape(64, _power_of_two(group, 128), 8, 3)
+    return _Shape(32, _power_of_two(group, 64), 4, 2)
+
+
+def decode_items(rows: int, kv_heads: int, device: torch.device) -> int:
+    """How many items a plan for `rows` sequences should have room for: enough that long contexts fill the GPU."""
+    return rows + -(-4 * _multiprocessors(device) // kv_heads)
+
+
+# ---- write ----------------------------------------------------------------------------------------------------------
+
+
+def write_kv(
+    cache: LayerCache, key: torch.Tensor, value: torch.Tensor, slot_blocks: torch.Tensor, slot_offsets: torch.Tensor
+) -> None:
+    """Stores key [T, kv_heads, key_dim] and value [T, kv_heads, value_dim] in the pool; one launch.
+
+    Args:
+        cache: the layer's pool.
+        key, value: any strides over tokens and heads; the last dimension contiguous. Converted to the pool's dtype.
+        slot_blocks, slot_offsets: integers [T]: the block of each token and its place there. A token whose block is
+            negative (padding) is not stored.
+    """
+    tokens, kv_heads, key_dim = key.shape
+    if tokens == 0:
+        return
+    key, value = _last_contiguous(key), _last_contiguous(value)
+    padded = _power_of_two(max(key_dim, value.shape[-1]))
+    rows = max(1, 2048 // padded)
+    _kernels().write_kernel[(-(-tokens * kv_heads // rows),)](
+        key,
+        value,
+        cache.key,
+        cache.value,
+        slot_blocks,
+        slot_offsets,
+        tokens,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        cache.key.stride(0),
+        cache.value.stride(0),
+        KV_HEADS=kv_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value.shape[-1],
+        BLOCK_SIZE=cache.key.shape[2],
+        ROWS=rows,
+        PADDED=padded,
+        num_warps=4,
+    )
+
+
+def _last_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# ---- decode ---------------------------------------------------------------------------------------------------------
+
+
+class DecodePlan:
+    """How the K/V of a decode batch is divided among programs, and the memory in which partial results meet.
+
+    The same in all layers that have the same window and the same heads. All tensors are made once: `update` and
+    `decode_attention` may be captured in a CUDA graph, which then stays right for any lengths and tables. One plan serves
+    one stream.
+
+    Attributes:
+        rows: sequences.
+        max_items: programs per K/V head.
+        items: int32 [max_items, 8]: row, first token, end, first token seen, the row's first item, the row's items, 0, 0.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        window: int | None = None,
+        max_items: int | None = None,
+        workspace: DecodeWorkspace | None = None,
+    ) -> None:
+        """
+        Args:
+            rows: sequences of the batch (a graph's bucket); padding rows have length 0.
+            dtype: of the pool.
+            max_items: see `decode_items`, the default.
+            workspace: shared with other plans of the same stream; one of its own by default.
+        """
+        self.rows = rows
+        self.window = window
+        self.max_items = decode_items(rows, kv_heads, device) if max_items is None else max_items
+        if self.max_items <= rows:
+            raise ValueError(f"max_items must be more than the {rows} rows, got {self.max_items}")
+        self.shape = _decode_shape(heads // kv_heads, key_dim, value_dim, dtype.itemsize)
+        self.least = 4
+        self.items = torch.zeros(self.max_items, _ITEM_FIELDS, dtype=torch.int32, device=device)
+        self.workspace = DecodeWorkspace(device) if workspace is None else workspace
+        self.workspace.reserve(self.max_items, rows, heads, kv_heads, value_dim)
+
+    def update(self, lengths: torch.Tensor) -> None:
+        """Divides anew for integers lengths [rows]: tokens in the pool, this step's included. One launch."""
+        _kernels().plan_kernel[(self.rows + 1,)](
+            lengths,
+            self.items,
+            self.rows,
+            self.max_items,
+            self.window or 0,
+            self.least,
+            TILE=self.shape.tile,
+            ROWS=_power_of_two(self.rows, 128),
+            num_warps=4,
+        )
+
+
+class DecodeWorkspace:
+    """Memory for partial results of `decode_attention`, as large as the largest plan that reserved room in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.partials = torch.empty(0, dtype=torch.float32, device=device)
+        self.stats = torch.empty(0, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def reserve(self, max_items: int, rows: int, heads: int, kv_heads: int, value_dim: int) -> None:
+        """Grows, never shrinks. What a graph has captured must not grow any more: reserve for the largest first."""
+        if self.partials.numel() < max_items * heads * value_dim:
+            self.partials = torch.empty(max_items * heads * value_dim, dtype=torch.float32, device=self.device)
+        if self.stats.numel() < max_items * heads * 2:
+            self.stats = torch.empty(max_items * heads * 2, dtype=torch.float32, device=self.device)
+        if self.arrived.numel() < rows * kv_heads:
+            self.arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=self.device)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    cache: LayerCache,
+    spec: AttentionSpec,
+    tables: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one query per sequence over the pool; one launch.
+
+    Args:
+        query: [rows, heads, key_dim], any strides over rows and heads.
+        cache: the layer's pool, of the same dtype.
+        spec: its window must be the plan's.
+        tables: int32 [rows, width], the last dimension contiguous; block ids. Only entries of live tokens are read.
+        plan: updated with this step's lengths. A row of length 0 gives 0 and reads nothing.
+        out: [rows, heads, value_dim] to write to; made when None.
+    """
+    rows, heads, key_dim = query.shape
+    _, kv_heads, block_size, value_dim = cache.value.shape
+    query = _last_contiguous(query)
+    if out is None:
+        out = query.new_empty(rows, heads, value_dim)
+    if rows == 0:
+        return out
+    if rows != plan.rows or (spec.window or 0) != (plan.window or 0):
+        raise ValueError(
+            f"the plan is for {plan.rows} rows and window {plan.window}, not for {rows} and {spec.window}"
+        )
+    scale, softcap = _scales(spec)
+    group = heads // kv_heads
+    shape = plan.shape
+    value_pad, group_pad = _power_of_two(value_dim), _power_of_two(group)
+    _kernels().decode_kernel[(plan.max_items * kv_heads,)](
+        query,
+        cache.key,
+        cache.value,
+        out,
+        tables,
+        plan.items,
+        plan.workspace.partials,
+        plan.workspace.stats,
+        plan.workspace.arrived,
+        query if spec.sinks is None else spec.sinks,
+        scale,
+        softcap,
+        plan.max_items,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        tables.stride(0),
+        cache.key.stride(0),
+        cache.value.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=block_size,
+        SOFTCAP=spec.softcap is not None,
+        SINKS=spec.sinks is not None,
+        ROWS=shape.rows,
+        KEY_PAD=_power_of_two(key_dim),
+        VALUE_PAD=value_pad,
+        TILE=shape.tile,
+        JOIN=max(1, 8192 // (value_pad * group_pad)),
+        GROUP_PAD=group_pad,
+        STAGES=shape.stages,
+        num_warps=shape.warps,
+    )
+    return out
+
+
+def _scales(spec: AttentionSpec) -> tuple[float, float]:
+    """`scale` and `softcap` as the kernels take them."""
+    if spec.softcap is None:
+        return spec.scale * _LOG2E, 0.0
+    return spec.scale / spec.softcap, spec.softcap
+
+
+# ---- prefill --------------------------------------------------------------------------------------------------------
+
+
+def queries_per_tile(heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+    """How many queries one program of `prefill_attention` takes; `prefill_tiles` divides chunks by it."""
+    group = heads // kv_heads
+    return _prefill_shape(group, key_dim, value_dim, dtype.itemsize).rows // group
+
+
+def prefill_tiles(
+    query_starts: NDArray[np.int64], lengths: NDArray[np.int64], first_sequence: int, queries: int
+) -> NDArray[np.int32]:
+    """Divides the chunks of sequences first_sequence .. into tiles of at most `queries` queries.
+
+    Returns int32 [n, 4]: sequence, the first query's token in the batch, its position, number of queries. The longest sequences
+    come first, and of each the latest queries: programs start in this order, so the last to start are the shortest, and
+    programs that run together read the same keys.
+    """
+    counts = np.diff(query_starts)[first_sequence:]
+    order = np.argsort(-lengths[first_sequence:], kind="stable")
+    tiles = -(-counts[order] // queries)
+    sequence = np.repeat(order + first_sequence, tiles)
+    # Within a sequence from its last tile down to 0.
+    index = np.repeat(np.cumsum(tiles), tiles) - 1 - np.arange(len(sequence))
+    begin = index * queries
+    count = query_starts[sequence + 1] - query_starts[sequence]
+    table = np.empty((len(sequence), _TILE_FIELDS), np.int32)
+    table[:, 0] = sequence
+    table[:, 1] = query_starts[sequence] + begin
+    table[:, 2] = lengths[sequence] - count + begin
+    table[:, 3] = np.minimum(count - begin, queries)
+    return table
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    cache: LayerCache,
+    spec: AttentionSpec,
+    tables: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Causal attention of ragged chunks of queries, which may follow earlier context, over the pool; one launch.
+
+    Args:
+        query: [T, heads, key_dim], any strides over tokens and heads.
+        cache: the layer's pool, of the same dtype.
+        tables: int32 [sequences, width], the last dimension contiguous.
+        tiles: int32 [n, 4] of `prefill_tiles`, on the device, for `queries_per_tile` queries each.
+        out: [T, heads, value_dim]; the tokens of the tiles are written, all others stay.
+    """
+    _, heads, key_dim = query.shape
+    _, kv_heads, block_size, value_dim = cache.value.shape
+    if tiles.shape[0] == 0:
+        return out
+    query = _last_contiguous(query)
+    scale, softcap = _scales(spec)
+    group = heads // kv_heads
+    shape = _prefill_shape(group, key_dim, value_dim, query.dtype.itemsize)
+    _kernels().prefill_kernel[(tiles.shape[0] * kv_heads,)](
+        query,
+        cache.key,
+        cache.value,
+        None,
+        None,
+        out,
+        tables,
+        tiles,
+        query if spec.sinks is None else spec.sinks,
+        scale,
+        softcap,
+        spec.window or 0,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        tables.stride(0),
+        cache.key.stride(0),
+        cache.value.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=block_size,
+        SOFTCAP=spec.softcap is not None,
+        SINKS=spec.sinks is not None,
+        WINDOW=spec.window is not None,
+        ROWS=shape.rows,
+        KEY_PAD=_power_of_two(key_dim),
+        VALUE_PAD=_power_of_two(value_dim),
+        TILE=shape.tile,
+        BULK=False,
+        STAGES=shape.stages,
+        num_warps=shape.warps,
+    )
+    return out
+
+
+# ---- the backend ----------------------------------------------------------------------------------------------------
+
+
+class TritonAttention(AttentionBackend):
+    """Attention by Triton kernels on a CUDA device (and, in tests, under Triton's interpreter on the CPU)."""
+
+    name: ClassVar[str] = "triton"
+    needs_clean_blocks: ClassVar[bool] = False
+
+    @classmethod
+    def availability(cls, device: torch.device) -> Availability:
+        if device.type != "cuda":
+            return Availability(False, f"needs a CUDA device, not {device.type}")
+        if importlib.util.find_spec("triton") is None:
+            return Availability(False, "the package triton is not installed")
+        if not torch.cuda.is_available():
+            return Availability(False, "no CUDA device is to be seen")
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            return Availability(False, f"needs compute capability 8.0, and the device has {major}.{minor}")
+        return Availability(True, "Triton and a CUDA device are there")
+
+    def __init__(self) -> None:
+        self._batch: Batch | None = None
+        self._tables = torch.empty(0)
+        self._lengths = torch.empty(0)
+        self._plans: dict[tuple[Any, ...], DecodePlan] = {}
+        self._workspace: DecodeWorkspace | None = None
+        # Tile lists of this step by queries per tile; begin() uploads those that earlier steps asked for.
+        self._tiles: dict[int, torch.Tensor] = {}
+        self._wanted_tiles: set[int] = set()
+
+    def begin(self, batch: Batch, block_size: int) -> None:
+        self._batch = batch
+        width = max(1, int(-(-batch.lengths.max(initial=0) // block_size)))
+        parts = [batch.tables[:, :width], batch.lengths]
+        parts += [self._make_tiles(queries) for queries in sorted(self._wanted_tiles)]
+        tables, lengths, *tiles = _upload(parts, batch.device)
+        self._tables, self._lengths = tables, lengths
+        self._tiles = dict(zip(sorted(self._wanted_tiles), tiles, strict=True))
+        self._plans = {}
+
+    def write(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        batch = self._current
+        write_kv(cache, key, value, batch.slot_blocks, batch.slot_offsets)
+
+    def attend(
+        self, cache: LayerCache, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        batch = self._current
+        tokens, heads, key_dim = query.shape
+        _, kv_heads, _, value_dim = cache.value.shape
+        out = query.new_empty(tokens, heads, value_dim)
+        decodes = batch.decodes
+        if decodes:
+            plan = self._plan(heads, kv_heads, key_dim, value_dim, spec.window, query)
+            decode_attention(query[:decodes], cache, spec, self._tables[:decodes], plan, out[:decodes])
+        if decodes < len(batch.lengths):
+            queries = queries_per_tile(heads, kv_heads, key_dim, value_dim, query.dtype)
+            if queries not in self._tiles:
+                self._wanted_tiles.add(queries)
+                (self._tiles[queries],) = _upload([self._make_tiles(queries)], batch.device)
+            prefill_attention(query, cache, spec, self._tables, self._tiles[queries], out)
+        return out
+
+    @property
+    def _current(self) -> Batch:
+        if self._batch is None:
+            raise RuntimeError("attention was called outside of a step")
+        return self._batch
+
+    def _make_tiles(self, queries: int) -> NDArray[np.int32]:
+        batch = self._current
+        return prefill_tiles(batch.query_starts, batch.lengths, batch.decodes, queries)
+
+    def _plan(
+        self, heads: int, kv_heads: int, key_dim: int, value_dim: int, window: int | None, query: torch.Tensor
+    ) -> DecodePlan:
+        """This step's plan for layers of one kind, made in the first of them."""
+        kind = (heads, kv_heads, key_dim, value_dim, window, query.dtype)
+        if kind not in self._plans:
+            batch = self._current
+            if self._workspace is None:
+                self._workspace = DecodeWorkspace(query.device)
+            plan = DecodePlan(
+                batch.decodes,
+                heads,
+                kv_heads,
+                key_dim,
+                value_dim,
+                query.dtype,
+                query.device,
+                window=window,
+                workspace=self._workspace,
+            )
+            plan.update(self._lengths[: batch.decodes])
+            self._plans[kind] = plan
+        return self._plans[kind]
+
+
+def _upload(parts: list[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Copies integer arrays to the device as int32 tensors of the same shapes, in one transfer."""
+    sizes = [part.size for part in parts]
+    # Each part begins at a multiple of 16 bytes, which Triton's kernels are compiled for.
+    starts = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)])
+    staged = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    flat = staged.numpy()
+    for part, start, size in zip(parts, starts, sizes, strict=False):
+        flat[start : start + size] = part.reshape(-1)
+    on_device = staged.to(device, non_blocking=True)
+    return [
+        on_device[int(start) : int(start) + size].view(part.shape)
+        for part, start, size in zip(parts, starts, sizes, strict=False)
+    ]

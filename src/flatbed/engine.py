@@ -1,0 +1,652 @@
+"""The engine: prompts in, completions out. `step()` is the whole of it.
+
+::
+
+      submit ─▶ Scheduler.plan() ─▶ ModelRunner.forward() ─▶ Sampler.sample() ─▶ Scheduler.commit() ─▶ Output
+                ints                tensors                  tensors             ints
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flatbed.attention import choose
+from flatbed.config import EngineConfig
+from flatbed.errors import (
+    CapacityError,
+    ConfigError,
+    EngineClosedError,
+    FlatbedWarning,
+    InvalidRequestError,
+    ModelForwardError,
+    NonFiniteLogitsError,
+    RequestError,
+)
+from flatbed.memory.capacity import Capacity, KVLayout
+from flatbed.memory.pool import MemoryReport, Pool
+from flatbed.memory.select import free_bytes, make_backing
+from flatbed.model.runner import ModelRunner
+from flatbed.model.shadow import checksum
+from flatbed.request import Completion, FinishReason, Output, SamplingParams, StreamEvent, Timings
+from flatbed.sampling.processors import eos_token_ids, from_generation_config, merged
+from flatbed.sampling.random import derive_seed
+from flatbed.sampling.sampler import Sampled, Sampler
+from flatbed.scheduling.plan import BatchPlan, Landed
+from flatbed.scheduling.plan import Sequence as Scheduled
+from flatbed.scheduling.scheduler import Scheduler
+from flatbed.text import TextStream, check_stop_strings, encode
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters of an engine since it was built, and what it is doing now.
+
+    Attributes:
+        running, waiting: samples, now.
+        finished: requests that ended, for whatever reason.
+        prompt_tokens: prompt tokens of all samples that were started.
+        cached_tokens: of those, how many were not computed because their K/V was there.
+        generated_tokens, preemptions, steps: totals.
+    """
+
+    running: int
+    waiting: int
+    finished: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    steps: int
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One sample of a request while it is under way: the scheduler's sequence, and what the user will see of it."""
+
+    sequence: Scheduled
+    completion: Completion
+    stream: TextStream | None
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request under way."""
+
+    output: Output
+    params: SamplingParams
+    seed: int
+    samples: list[_Sample]
+    unfinished: int
+
+
+class Engine:
+    """Continuous batching for a Transformers model that is already loaded. The model itself is never changed.
+
+    Args:
+        model: a Transformers decoder with a language-model head, on one device. Training it meanwhile is fine: weights
+            that are updated in place are seen by the next step.
+        tokenizer: for string prompts, chat messages, `text` and stop strings; token ids work without one.
+        capacity: the most K/V the pool may hold: "64 blocks", "20000 tokens", "8 GiB", "50%" (of the memory that is free
+            now) or "auto". A ceiling, not a reservation.
+        token_budget: the most tokens in one forward pass.
+        schedule: "fifo" (decode first) or "prefill_first".
+        attention: "auto" or the name of a backend.
+        block_size: tokens in a block.
+        max_requests: the most samples that run at once.
+        prefix_cache: share K/V between equal beginnings of prompts.
+        seed: root of the seeds of requests that bring none.
+
+    Raises ConfigError for settings that make no sense, BackendUnavailableError for an attention backend that cannot run
+    here, UnsupportedModelError for a model that cannot be run.
+
+    One thread at a time may drive an engine; `cancel` may be called from any.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any | None = None,
+        *,
+        capacity: str = EngineConfig.capacity,
+        token_budget: int | None = EngineConfig.token_budget,
+        schedule: str = EngineConfig.schedule,
+        attention: str = EngineConfig.attention,
+        block_size: int = EngineConfig.block_size,
+        max_requests: int = EngineConfig.max_requests,
+        prefix_cache: bool = EngineConfig.prefix_cache,
+        seed: int = EngineConfig.seed,
+        **unknown: Any,
+    ) -> None:
+        self.config = EngineConfig.from_mapping(
+            {
+                "capacity": capacity,
+                "token_budget": token_budget,
+                "schedule": schedule,
+                "attention": attention,
+                "block_size": block_size,
+                "max_requests": max_requests,
+                "prefix_cache": prefix_cache,
+                "seed": seed,
+                **unknown,
+            }
+        )
+        self.tokenizer = tokenizer
+        rows = min(max_requests, self.config.tokens_per_step)
+        self._runner = ModelRunner(model, rows)
+        device = self._runner.device
+        self._backend = choose(attention, device)
+        layout = KVLayout(self._runner.layers, block_size, self._runner.kv_dtype.itemsize)
+        num_blocks = Capacity.parse(capacity).blocks(layout, free_bytes(device))
+        if num_blocks < 1:
+            raise ConfigError(f"capacity {capacity!r} is less than one block of {layout.block_bytes} bytes")
+        backing = make_backing(num_blocks * layout.block_bytes, device)
+        self._pool = Pool(layout, num_blocks, self._runner.kv_dtype, backing)
+        self._runner.bind(self._pool, self._backend)
+        self._scheduler = Scheduler(
+            num_blocks,
+            block_size,
+            token_budget=self.config.tokens_per_step,
+            max_requests=max_requests,
+            prefill_first=schedule == "prefill_first",
+            prefix_cache=prefix_cache,
+            grow=self._pool.grow,
+        )
+        self._sampler = Sampler(rows, device)
+        self._eos = eos_token_ids(self._runner.model, tokenizer)
+        self._requests: dict[str, _Request] = {}
+        self._weights: tuple[int, ...] | None = None
+        self._cancelled: set[str] = set()
+        self._cancelled_lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._counts = {"finished": 0, "prompt": 0, "cached": 0, "generated": 0, "steps": 0}
+        self._closed = False
+        self.partial_outputs: list[Output] = []
+
+    # ---- whole calls ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Any | Sequence[Any] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        on_output: Callable[[Output], None] | None = None,
+        on_step: Callable[[], None] | None = None,
+        record_token_times: bool = False,
+    ) -> list[Output]:
+        """Completes every prompt; outputs come in the order of the prompts.
+
+        Args:
+            prompts: strings, chats (lists of messages), or lists of token ids.
+            sampling: one `SamplingParams` or Transformers `GenerationConfig` for all, or one for each; None is greedy.
+            request_ids: names for the requests, unique among those under way; made up when None.
+            on_output: called with each output the moment it is complete.
+            on_step: called after each step.
+            record_token_times: fill `Completion.token_times`.
+
+        A request that is refused or ends badly has its `error` set, and a warning names it; the others are not affected.
+        On KeyboardInterrupt (or any exception out of a callback) everything under way is cancelled, its blocks are
+        freed, and `partial_outputs` holds what had been made.
+
+        Raises ModelForwardError when the model's forward raised.
+        """
+        self.partial_outputs = []
+        outputs: list[Output] = []
+        try:
+            with self._call():
+                for event in self._submit_all(prompts, sampling, request_ids, outputs, record_token_times):
+                    _report(event, on_output)
+                while self._unfinished(outputs):
+                    for event in self.step():
+                        _report(event, on_output)
+                    if on_step is not None:
+                        on_step()
+        except BaseException:
+            self.partial_outputs = outputs
+            raise
+        failed = [output for output in outputs if output.error is not None]
+        if failed:
+            more = f" (and {len(failed) - 3} more)" if len(failed) > 3 else ""
+            told = "; ".join(str(output.error) for output in failed[:3])
+            warnings.warn(
+                f"{len(failed)} of {len(outputs)} requests failed: {told}{more}", FlatbedWarning, stacklevel=2
+            )
+        return outputs
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Any | Sequence[Any] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Completes every prompt and yields each token as it comes. Leaving the loop cancels what is still under way."""
+        self.partial_outputs = []
+        outputs: list[Output] = []
+        try:
+            with self._call():
+                yield from self._submit_all(prompts, sampling, request_ids, outputs, False)
+                while self._unfinished(outputs):
+                    yield from self.step()
+        except BaseException:
+            self.partial_outputs = outputs
+            raise
+
+    def _submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Any,
+        request_ids: Sequence[str] | None,
+        outputs: list[Output],
+        record_token_times: bool,
+    ) -> Iterator[StreamEvent]:
+        """Submits everything, filling `outputs`; yields the events of requests that are refused at once."""
+        if isinstance(prompts, str):
+            raise ConfigError("prompts must be a list of prompts; for one prompt pass a list of one")
+        prompts = list(prompts)
+        each = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling] * len(prompts)
+        for what, given in (("sampling", each), ("request_ids", request_ids)):
+            if given is not None and len(given) != len(prompts):
+                raise ConfigError(f"{len(prompts)} prompts, but {len(given)} {what}")
+        for i, prompt in enumerate(prompts):
+            output = self.submit(
+                prompt,
+                each[i],
+                request_id=None if request_ids is None else request_ids[i],
+                record_token_times=record_token_times,
+            )
+            outputs.append(output)
+            if output.error is not None:
+                yield StreamEvent(output.request_id, 0, None, None, "error", output)
+
+    def _call(self) -> _Call:
+        self._check_open()
+        return _Call(self)
+
+    def _unfinished(self, outputs: list[Output]) -> bool:
+        return any(output.request_id in self._requests for output in outputs) if self._requests else False
+
+    # ---- step by step -----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | Any | None = None,
+        *,
+        request_id: str | None = None,
+        record_token_times: bool = False,
+    ) -> Output:
+        """Queues one request and returns its `Output`, which fills as steps are made.
+
+        A request that cannot be run comes back at once with `error` set. Raises ConfigError for an id that is in use.
+        """
+        self._check_open()
+        number = next(self._numbers)
+        name = str(number) if request_id is None else str(request_id)
+        if name in self._requests:
+            raise ConfigError(f"request id {name!r} is in use; ids must be unique among the requests under way")
+        timings = Timings(time.perf_counter())
+        output = Output(name, [], [Completion(0)], timings)
+        try:
+            output.prompt_token_ids = encode(prompt, self.tokenizer, name)
+            params = self._params(sampling, name, len(output.prompt_token_ids))
+            self._admissible(name, output.prompt_token_ids, params)
+        except RequestError as error:
+            output.error = error
+            output.samples[0].finish_reason = "error"
+            timings.finished = time.perf_counter()
+            self._counts["finished"] += 1
+            return output
+        seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
+        output.samples = [_new_completion(i, params, record_token_times) for i in range(params.n)]
+        request = _Request(output, params, seed, [], params.n)
+        eos: tuple[int, ...] = ()
+        if not params.ignore_eos:
+            eos = self._eos if params.eos_token_ids is None else params.eos_token_ids
+        group = self._scheduler.group(output.prompt_token_ids)
+        for i, completion in enumerate(output.samples):
+            sequence = Scheduled(name, i, output.prompt_token_ids, params.max_new_tokens, frozenset(eos), group)
+            stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+            request.samples.append(_Sample(sequence, completion, stream))
+            self._scheduler.submit(sequence)
+        self._requests[name] = request
+        return output
+
+    def step(self) -> list[StreamEvent]:
+        """One forward pass for whatever should run next. Returns an event for each new token and each ended sample.
+
+        Raises ModelForwardError when the model's forward raised: all requests have then ended, all blocks are free.
+        """
+        self._check_open()
+        events = self._take_cancelled()
+        plan = self._scheduler.plan()
+        if plan is None:
+            return events + self._unstick()
+        for sequence in plan.admitted:
+            self._start(sequence)
+        try:
+            sampled = self._sampler.sample(plan, self._runner.forward(plan))
+            self._runner.feed(plan, sampled.tokens)
+        except Exception as error:
+            self._abandon(plan, error)
+        tokens, finite = sampled.tokens.cpu().numpy(), sampled.finite.cpu().numpy()
+        landed = self._scheduler.commit(plan, tokens, None if finite.all() else finite)
+        self._counts["steps"] += 1
+        return events + self._deliver(landed, sampled)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request at the beginning of the next step; what it has so far stays in its output. Any thread may call."""
+        with self._cancelled_lock:
+            self._cancelled.add(str(request_id))
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is under way."""
+        return bool(self._requests)
+
+    # ---- what a step is made of -------------------------------------------------------------------------------------
+
+    def _start(self, sequence: Scheduled) -> None:
+        request = self._requests[sequence.request_id]
+        self._sampler.set_row(sequence, request.params, request.seed)
+        if sequence.preemptions:
+            return
+        timings = request.output.timings
+        timings.started = time.perf_counter() if timings.started is None else timings.started
+        request.output.cached_tokens += sequence.cached_tokens
+        self._counts["prompt"] += len(sequence.prompt)
+        self._counts["cached"] += sequence.cached_tokens
+
+    def _deliver(self, landed: Landed, sampled: Sampled) -> list[StreamEvent]:
+        """Hands a step's tokens to their requests; ends samples that met a stop string."""
+        now = time.perf_counter()
+        self._counts["generated"] += len(landed.tokens)
+        logprobs = raw_logprobs = None
+        if sampled.logprobs is not None and sampled.raw_logprobs is not None:
+            logprobs, raw_logprobs = sampled.logprobs.tolist(), sampled.raw_logprobs.tolist()
+        events = []
+        for sequence, token, index in zip(landed.sequences, landed.tokens, landed.indices, strict=True):
+            request = self._requests[sequence.request_id]
+            sample = request.samples[sequence.sample]
+            completion = sample.completion
+            completion.token_ids.append(token)
+            if completion.logprobs is not None and logprobs is not None and raw_logprobs is not None:
+                completion.logprobs.append(logprobs[index])
+                assert completion.raw_logprobs is not None, "both are kept, or neither"
+                completion.raw_logprobs.append(raw_logprobs[index])
+            if completion.token_times is not None:
+                completion.token_times.append(now)
+            if request.output.timings.first_token is None:
+                request.output.timings.first_token = now
+            text = None if sample.stream is None else sample.stream.feed(completion.token_ids)
+            if sample.stream is not None and sample.stream.stopped and sequence.finish_reason != "eos":
+                sequence.finish_reason = None
+                self._scheduler.finish(sequence, "stop")
+                sequence.finish_reason = "stop"
+            events.append(self._event(request, sample, token, text, now))
+        for sequence in landed.finished:
+            if sequence.finish_reason == "error":
+                events.append(self._fail(sequence))
+        return events
+
+    def _event(
+        self, request: _Request, sample: _Sample, token: int | None, text: str | None, now: float
+    ) -> StreamEvent:
+        """The event for a token or an end; closes the sample and the request where this was their last."""
+        sequence, completion = sample.sequence, sample.completion
+        reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
+        output = None
+        if reason is not None:
+            completion.finish_reason = reason
+            if sample.stream is not None:
+                text = (text or "") + sample.stream.close(completion.token_ids)
+                completion.text = sample.stream.text
+            request.unfinished -= 1
+            if request.unfinished == 0:
+                request.output.timings.finished = now
+                del self._requests[request.output.request_id]
+                self._counts["finished"] += 1
+                output = request.output
+        return StreamEvent(request.output.request_id, completion.index, token, text, reason, output)
+
+    def _fail(self, sequence: Scheduled) -> StreamEvent:
+        request = self._requests[sequence.request_id]
+        at = len(sequence.output)
+        request.output.error = NonFiniteLogitsError(
+            f"the model gave NaN or infinite logits for token {at} of sample {sequence.sample}; look for NaN or "
+            "infinite weights, or for an overflow of the model's dtype",
+            request_id=sequence.request_id,
+        )
+        return self._event(request, request.samples[sequence.sample], None, None, time.perf_counter())
+
+    def _take_cancelled(self) -> list[StreamEvent]:
+        with self._cancelled_lock:
+            names, self._cancelled = self._cancelled, set()
+        events: list[StreamEvent] = []
+        for name in names:
+            events += self._end(name, "cancelled")
+        return events
+
+    def _end(self, name: str, reason: FinishReason) -> list[StreamEvent]:
+        """Ends whatever of a request is still under way."""
+        request = self._requests.get(name)
+        if request is None:
+            return []
+        now = time.perf_counter()
+        events = []
+        for sample in request.samples:
+            if sample.completion.finish_reason is None:
+                self._scheduler.finish(sample.sequence, reason)
+                events.append(self._event(request, sample, None, None, now))
+        return events
+
+    def _unstick(self) -> list[StreamEvent]:
+        """Nothing runs and the first request in the queue cannot be started: the memory it needs alone cannot be had."""
+        scheduler = self._scheduler
+        if scheduler.running or not scheduler.waiting:
+            return []
+        sequence = scheduler.waiting[0]
+        needed = self._pool.layout.blocks_for(sequence.positions)
+        self._requests[sequence.request_id].output.error = CapacityError(
+            f"it needs {needed} blocks ({needed * self._pool.layout.block_bytes} bytes) and nothing else runs, but the "
+            "device has no memory left for them; free memory or shorten the request",
+            request_id=sequence.request_id,
+            needed=needed,
+            available=scheduler.pool.watermark,
+        )
+        return self._end(sequence.request_id, "error")
+
+    def _abandon(self, plan: BatchPlan, error: Exception) -> None:
+        """Ends everything after a failed forward and raises."""
+        names = plan.request_ids
+        self._end_all("error")
+        raise ModelForwardError(
+            f"the model's forward raised {type(error).__name__}: {error} (requests in the batch: {', '.join(names)})",
+            request_ids=names,
+        ) from error
+
+    def _end_all(self, reason: FinishReason) -> None:
+        self._scheduler.abort_all()
+        for name in list(self._requests):
+            request = self._requests[name]
+            for sample in request.samples:
+                if sample.completion.finish_reason is None:
+                    sample.sequence.finish_reason = reason
+                    self._event(request, sample, None, None, time.perf_counter())
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def _params(self, sampling: Any, name: str, prompt_length: int) -> SamplingParams:
+        """SamplingParams out of whatever was given for one request."""
+        if sampling is None:
+            return SamplingParams()
+        if isinstance(sampling, SamplingParams):
+            return sampling
+        if not hasattr(sampling, "max_new_tokens"):
+            raise ConfigError.unknown(
+                "kind of sampling", type(sampling).__name__, ("SamplingParams", "GenerationConfig")
+            )
+        model = self._runner.model
+        try:
+            return from_generation_config(
+                merged(sampling, model), model, prompt_length=prompt_length, longest=self.longest
+            )
+        except ConfigError as error:
+            raise InvalidRequestError(str(error), request_id=name, field="generation_config") from error
+
+    @property
+    def longest(self) -> int:
+        """The most tokens (prompt and completion) one request can have here."""
+        fits = self._pool.num_blocks * self.config.block_size + 1
+        limit = self._runner.max_positions
+        return fits if limit is None else min(fits, limit)
+
+    def _admissible(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        """Raises the RequestError that says why this request cannot be run, if it cannot."""
+        problem = params.problem()
+        if problem is not None:
+            field, why = problem
+            raise InvalidRequestError(why, request_id=name, field=field)
+        check_stop_strings(params.stop, self.tokenizer, name)
+        vocabulary = self._runner.vocab_size
+        for at, token in enumerate(prompt):
+            if not 0 <= token < vocabulary:
+                raise InvalidRequestError(
+                    f"token id {token} at position {at} is outside of the vocabulary (0 to {vocabulary - 1})",
+                    request_id=name,
+                    field="prompt",
+                )
+        total = len(prompt) + params.max_new_tokens
+        limit = self._runner.max_positions
+        if limit is not None and total > limit:
+            raise CapacityError(
+                f"{len(prompt)} prompt tokens and max_new_tokens={params.max_new_tokens} are {total} tokens, and the "
+                f"model has {limit} positions; shorten the prompt or lower max_new_tokens",
+                request_id=name,
+                needed=total,
+                available=limit,
+            )
+        needed, available = self._pool.layout.blocks_for(total - 1), self._pool.num_blocks
+        if needed > available:
+            raise CapacityError(
+                f"{len(prompt)} prompt tokens and max_new_tokens={params.max_new_tokens} need {needed} blocks of "
+                f"{self.config.block_size} tokens, and the pool has {available}; raise capacity "
+                f"(now {self.config.capacity!r}) or lower max_new_tokens",
+                request_id=name,
+                needed=needed,
+                available=available,
+            )
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def _follow_weights(self) -> None:
+        """Looks, before a call, whether the user's model changed since the last one.
+
+        Moved or replaced parameters or modules: a new shadow. Changed weights: what the prefix cache holds is of no use.
+        Updates that PyTorch counts are seen for next to nothing; for those it does not count (through `.data`) a checksum
+        over the weights is compared, which costs about one decode step. While training goes on, the counters say enough
+        and no checksum is made.
+        """
+        identity = self._runner.identity
+        if identity.moved():
+            self._runner.make_shadow()
+            self._scheduler.forget_prefixes()
+            self._weights = None
+        if not self.config.prefix_cache:
+            return
+        if identity.changed_in_place():
+            self._scheduler.forget_prefixes()
+            self._weights = None
+            return
+        before, self._weights = self._weights, checksum(self._runner.model)
+        if before != self._weights:
+            self._scheduler.forget_prefixes()
+
+    # ---- memory and life --------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built."""
+        counts = self._counts
+        return EngineStats(
+            running=self._scheduler.running,
+            waiting=len(self._scheduler.waiting),
+            finished=counts["finished"],
+            prompt_tokens=counts["prompt"],
+            cached_tokens=counts["cached"],
+            generated_tokens=counts["generated"],
+            preemptions=self._scheduler.preemptions,
+            steps=counts["steps"],
+        )
+
+    def memory(self) -> MemoryReport:
+        """Bytes of the K/V pool."""
+        pool = self._scheduler.pool
+        return self._pool.report(pool.held, pool.peak_held)
+
+    def release(self) -> None:
+        """Gives the pool's memory back, but for what running requests hold; empties the prefix cache. Addresses stay."""
+        self._check_open()
+        self._pool.shrink(self._scheduler.trim())
+
+    def close(self) -> None:
+        """Ends what is under way and frees everything. The engine cannot be used afterwards; calling twice is fine."""
+        if self._closed:
+            return
+        self._end_all("cancelled")
+        self._scheduler.trim()
+        self._pool.close()
+        self._closed = True
+
+    def __enter__(self) -> Engine:
+        self._check_open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed; build a new one")
+
+
+class _Call:
+    """The bracket around a whole call: follows the weights before, and leaves nothing under way after an exception."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before: set[str] = set()
+
+    def __enter__(self) -> None:
+        self._before = set(self._engine._requests)
+        if not self._before:
+            self._engine._follow_weights()
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None or self._engine._closed:
+            return
+        for name in [n for n in self._engine._requests if n not in self._before]:
+            self._engine._end(name, "cancelled")
+
+
+def _new_completion(index: int, params: SamplingParams, record_token_times: bool) -> Completion:
+    completion = Completion(index)
+    if params.logprobs:
+        completion.logprobs, completion.raw_logprobs = [], []
+    if record_token_times:
+        completion.token_times = []
+    return completion
+
+
+def _report(event: StreamEvent, on_output: Callable[[Output], None] | None) -> None:
+    if on_output is not None and event.output is not None:
+        on_output(event.output)

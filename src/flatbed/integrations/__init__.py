@@ -1,0 +1,1 @@
+"""Flatbed behind other libraries' own interfaces."""

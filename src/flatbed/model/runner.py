@@ -1,0 +1,156 @@
+"""The model runner: one forward pass of the shadow per plan.
+
+What is fixed when it is made: the shadow, and the shape of every attention layer, seen by running one token through it
+(so nothing about a model's config has to be known here). What changes: the pool it is bound to, and the plans.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatbed.attention.base import AttentionBackend
+from flatbed.errors import UnsupportedModelError
+from flatbed.memory.capacity import LayerShape
+from flatbed.memory.pool import Pool
+from flatbed.model.buffers import step_inputs
+from flatbed.model.interface import NAME, probe
+from flatbed.model.shadow import Identity, make_shadow, unwrap
+from flatbed.scheduling.plan import BatchPlan
+
+# Layer kinds of `config.layer_types` whose state is K/V alone.
+_KV_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class ModelRunner:
+    """Runs a user's model through a shadow.
+
+    Attributes:
+        layers: K/V shape of each attention layer, in order.
+        kv_dtype: dtype of keys and values.
+        device: of the model's parameters.
+        vocab_size: token ids are below this.
+        max_positions: the most tokens a sequence may have, or None where the model sets no limit.
+    """
+
+    def __init__(self, model: nn.Module, max_rows: int) -> None:
+        self.model = unwrap(model)
+        _refuse_unsupported(self.model)
+        self.device = next(self.model.parameters()).device
+        self.identity = Identity(self.model)
+        self.shadow: nn.Module
+        self.layers: tuple[LayerShape, ...] = ()
+        self._max_rows = max_rows
+        self._pool: Pool | None = None
+        self._backend: AttentionBackend | None = None
+        self.make_shadow()
+        text = _text_config(self.model)
+        self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        self.max_positions = _max_positions(text)
+        # The token each row computes next; written by the sampler of one step, read by the next step.
+        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
+
+    def make_shadow(self) -> None:
+        """A new shadow, after the user's model was moved, converted or had modules replaced."""
+        self.device = next(self.model.parameters()).device
+        self.shadow = make_shadow(self.model, NAME)
+        parameters = inspect.signature(self.shadow.forward).parameters
+        self._selects_logits = "logits_to_keep" in parameters
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self._session, calls = probe(self.shadow, lambda: self._call(one, one, one[0]))
+        layers = tuple(call.shape for call in calls)
+        if self.layers and layers != self.layers:
+            raise UnsupportedModelError("the model's attention layers changed; build a new engine")
+        self.layers = layers
+        self.kv_dtype = calls[0].dtype
+        if any(call.dtype != self.kv_dtype for call in calls):
+            raise UnsupportedModelError(f"{type(self.model).__name__} has keys of several dtypes")
+        if self._pool is not None and self._backend is not None:
+            self.bind(self._pool, self._backend)
+
+    def bind(self, pool: Pool, backend: AttentionBackend) -> None:
+        """Attends over this pool from now on."""
+        self._pool, self._backend = pool, backend
+        self._session.backend = backend
+
+    def forward(self, plan: BatchPlan) -> torch.Tensor:
+        """Runs a plan: K/V of its tokens are in the pool afterwards. Returns float32 logits [samples, vocabulary]."""
+        assert self._pool is not None, "bind() comes first"
+        assert self._backend is not None, "bind() comes first"
+        with torch.inference_mode():
+            if self._backend.needs_clean_blocks:
+                self._pool.clear(plan.reused)
+            self._pool.copy(plan.copies)
+            inputs = step_inputs(plan, self.last_tokens, self._pool.layout.block_size, self.device)
+            self._session.layers = self._pool.layers
+            self._backend.begin(inputs.batch, self._pool.layout.block_size)
+            return self._call(inputs.input_ids, inputs.position_ids, inputs.logits_at).float()
+
+    def feed(self, plan: BatchPlan, tokens: torch.Tensor) -> None:
+        """Gives the sampled tokens [samples] to the rows they were sampled for."""
+        rows = np.concatenate([plan.rows, np.array([c.row for c in plan.chunks if c.last], np.int32)])
+        self.last_tokens[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = tokens
+
+    def _call(self, ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor) -> torch.Tensor:
+        kwargs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        if self._selects_logits:
+            if len(logits_at) == 0:  # prefill in the middle of prompts: no logits are needed, but the model makes some
+                return self.shadow(**kwargs, logits_to_keep=1).logits[0, :0]
+            return self.shadow(**kwargs, logits_to_keep=logits_at).logits[0]
+        return self.shadow(**kwargs).logits[0, logits_at]
+
+
+def _refuse_unsupported(model: nn.Module) -> None:
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+
+    def refuse(reason: str) -> None:
+        raise UnsupportedModelError(f"{name} cannot be run by Flatbed: {reason}")
+
+    if config is None or not hasattr(model, "get_input_embeddings") or not hasattr(model, "generate"):
+        refuse("it is not a Transformers model that can generate")
+    text = _text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder; Flatbed runs decoders")
+    inner = getattr(model, "get_base_model", lambda: model)()
+    if not getattr(inner, "_supports_attention_backend", False):
+        refuse("its attention does not go through Transformers' attention interface")
+    if getattr(inner, "_is_stateful", False):
+        refuse("it keeps a recurrent state beside K/V")
+    kinds = set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS
+    if kinds:
+        refuse(f"it has layers of kind {', '.join(sorted(kinds))}; Flatbed has {', '.join(sorted(_KV_LAYERS))}")
+    if getattr(text, "num_kv_shared_layers", 0):
+        refuse("its layers share K/V with each other")
+    if getattr(text, "use_bidirectional_attention", None):
+        refuse("it attends in both directions")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        refuse(f"its parameters are on several devices ({', '.join(sorted(map(str, devices)))})")
+    if next(iter(devices)).type == "meta":
+        refuse("its weights are not loaded (they are on the meta device)")
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _max_positions(config: Any) -> int | None:
+    """The most tokens of one sequence.
+
+    Rotary embeddings that change with the length of what is being run (dynamic, longrope) would give a request other
+    results beside a long neighbour than alone, so they are kept to the length up to which they do not change.
+    """
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [v for v in rope.values() if isinstance(v, dict)] or [rope]
+    for parameters in nested:
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            limit = parameters.get("original_max_position_embeddings") or limit
+    return limit

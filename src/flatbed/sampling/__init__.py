@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters of each row, random numbers, the sampler."""

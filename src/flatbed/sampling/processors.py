@@ -1,0 +1,151 @@
+"""Transformers' `GenerationConfig` → `SamplingParams`, in one place.
+
+What the sampler does for all rows at once (temperature, top-k, top-p, min-p, repetition penalty) is translated field by field.
+A config that asks for more (n-gram blocking, suppressed tokens, typical-p, ...) brings Transformers' own processors along,
+which the sampler then applies to that request's row. What generation by sampling cannot do (beams, contrastive search, ...)
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatbed.errors import ConfigError
+from flatbed.request import SamplingParams
+
+# (field, the value that means "off"): anything else needs Transformers' own processors.
+_NEEDS_PROCESSORS: tuple[tuple[str, Any], ...] = (
+    ("sequence_bias", None),
+    ("no_repeat_ngram_size", 0),
+    ("bad_words_ids", None),
+    ("min_length", 0),
+    ("min_new_tokens", 0),
+    ("forced_bos_token_id", None),
+    ("forced_eos_token_id", None),
+    ("remove_invalid_values", False),
+    ("exponential_decay_length_penalty", None),
+    ("suppress_tokens", None),
+    ("begin_suppress_tokens", None),
+    ("top_h", None),
+    ("typical_p", 1.0),
+    ("epsilon_cutoff", 0.0),
+    ("eta_cutoff", 0.0),
+    ("watermarking_config", None),
+    ("renormalize_logits", False),
+)
+# (field, the value that means "off", what it is): cannot be had.
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("num_beams", 1, "beam search"),
+    ("penalty_alpha", None, "contrastive search"),
+    ("guidance_scale", 1, "classifier-free guidance"),
+    ("constraints", None, "constrained beam search"),
+    ("force_words_ids", None, "constrained beam search"),
+    ("prompt_lookup_num_tokens", None, "assisted generation"),
+    ("assistant_early_exit", None, "assisted generation"),
+    ("dola_layers", None, "DoLa"),
+    ("encoder_repetition_penalty", 1.0, "an encoder's penalty"),
+    ("encoder_no_repeat_ngram_size", 0, "an encoder's n-grams"),
+)
+# What `generate` makes when neither the caller nor the model sets a length.
+_DEFAULT_NEW_TOKENS = 20
+
+
+def merged(config: Any, model: nn.Module) -> Any:
+    """`config` as `model.generate(generation_config=config)` would read it: unset fields come from the model's generation
+    config, then from Transformers' defaults. A copy; both originals are only read."""
+    prepared = copy.deepcopy(config)
+    prepared.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    if prepared.max_new_tokens is None and prepared.max_length is None:
+        prepared.max_new_tokens = _DEFAULT_NEW_TOKENS
+    prepared.update(**prepared._get_default_generation_params(), defaults_only=True)
+    return prepared
+
+
+def from_generation_config(
+    config: Any, model: nn.Module, *, prompt_length: int, longest: int, logprobs: bool = False
+) -> SamplingParams:
+    """`config` for one prompt of `prompt_length` tokens. Unset fields are off; see `merged` for generate's defaults.
+
+    Args:
+        longest: the most tokens a sequence may have when the config sets no limit of its own.
+
+    Raises ConfigError naming the field, for what cannot be had.
+    """
+    get = lambda name: getattr(config, name, None)  # noqa: E731  (fields come and go between versions)
+    for name, off, what in _REFUSED:
+        if get(name) not in (None, off):
+            raise ConfigError(f"generation_config.{name}={get(name)!r} asks for {what}, which Flatbed does not do")
+    sampling = bool(get("do_sample"))
+    max_new_tokens = get("max_new_tokens")
+    if max_new_tokens is None:
+        limit = get("max_length")
+        max_new_tokens = max(1, (longest if limit is None else limit) - prompt_length)
+    fields: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": 0.0,
+        "repetition_penalty": _or(get("repetition_penalty"), 1.0),
+        "n": _or(get("num_return_sequences"), 1),
+        "eos_token_ids": _ids(get("eos_token_id")),
+        "stop": _or(get("stop_strings"), ()),
+        "logprobs": logprobs,
+    }
+    if sampling:
+        temperature = _or(get("temperature"), 1.0)
+        if temperature == 0:
+            raise ConfigError("generation_config.temperature=0 with do_sample=True; say do_sample=False for greedy")
+        fields |= {
+            "temperature": temperature,
+            "top_k": _or(get("top_k"), 0),
+            "top_p": _or(get("top_p"), 1.0),
+            "min_p": _or(get("min_p"), 0.0),
+        }
+    if any(get(name) not in (None, off) for name, off in _NEEDS_PROCESSORS):
+        fields["processors"] = _Processors(config, model)
+    return SamplingParams(**fields)
+
+
+class _Processors:
+    """Builds Transformers' processors for one prompt, as `generate` would."""
+
+    def __init__(self, config: Any, model: nn.Module) -> None:
+        self._config = copy.deepcopy(config)
+        self._model = model
+
+    def __call__(self, prompt_length: int) -> Any:
+        device = next(self._model.parameters()).device
+        config = copy.deepcopy(self._config)
+        eos = _ids(config.eos_token_id)
+        config._eos_token_tensor = torch.tensor(eos, device=device) if eos else None
+        if config.max_length is None and config.max_new_tokens is not None:
+            config.max_length = prompt_length + config.max_new_tokens
+        if getattr(config, "num_beams", None) is None:
+            config.num_beams = 1
+        return self._model._get_logits_processor(
+            generation_config=config, input_ids_seq_length=prompt_length, device=str(device)
+        )
+
+
+def eos_token_ids(model: nn.Module, tokenizer: Any | None) -> tuple[int, ...]:
+    """The tokens that end a completion: the model's generation config, else its config, else the tokenizer."""
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        ids = _ids(getattr(holder, "eos_token_id", None))
+        if ids:
+            return ids
+    return ()
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(int(v) for v in values if int(v) >= 0)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

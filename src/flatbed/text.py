@@ -1,0 +1,118 @@
+"""Between text and tokens: encoding prompts, decoding as tokens come, finding stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flatbed.errors import InvalidRequestError
+
+_INCOMPLETE = "\ufffd"
+
+
+def encode(prompt: Any, tokenizer: Any | None, request_id: str) -> list[int]:
+    """Token ids of a string, a chat, or token ids (which are checked to be whole numbers).
+
+    Raises InvalidRequestError for an empty prompt, and for text without a tokenizer.
+    """
+
+    def refuse(message: str) -> InvalidRequestError:
+        return InvalidRequestError(message, request_id=request_id, field="prompt")
+
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        prompt = prompt.tolist()
+    if not isinstance(prompt, (str, Sequence)):
+        raise refuse(f"must be a string, a list of messages or a list of token ids, got {type(prompt).__name__}")
+    if len(prompt) == 0:
+        raise refuse("is empty")
+    first = prompt[0]
+    if isinstance(prompt, str) or isinstance(first, Mapping):
+        if tokenizer is None:
+            raise refuse("text needs a tokenizer: pass one to the engine, or pass token ids")
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            if getattr(tokenizer, "chat_template", None) is None:
+                raise refuse("chat messages need a tokenizer with a chat template")
+            text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise refuse("is empty: the tokenizer made no tokens of it")
+        return list(ids)
+    for at, token in enumerate(prompt):
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise refuse(f"token ids must be whole numbers, got {token!r} at position {at}")
+    return list(prompt)
+
+
+def check_stop_strings(stop: Sequence[str], tokenizer: Any | None, request_id: str) -> None:
+    """Raises InvalidRequestError when there are stop strings but no tokenizer to find them with."""
+    if stop and tokenizer is None:
+        raise InvalidRequestError("stop strings need a tokenizer", request_id=request_id, field="stop")
+
+
+class TextStream:
+    """The text of one completion as it grows.
+
+    Decoding token by token would break characters that span tokens, and lose the space that a tokenizer strips at the
+    beginning, so a short window is decoded with and without the new tokens and the difference is the new text. Text that
+    may be the beginning of a stop string is held back until it is certain.
+
+    Attributes:
+        text: what is certain; cut before a stop string.
+        stopped: a stop string was found.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._longest = max((len(s) for s in self._stop), default=0)
+        self._from = 0  # the window's first token
+        self._until = 0  # tokens before this are in `_decoded`
+        self._decoded = ""
+        self.text = ""
+        self.stopped = False
+
+    def feed(self, token_ids: list[int]) -> str:
+        """Takes the completion with its new tokens; returns the text that became certain."""
+        self._decode(token_ids, final=False)
+        return self._advance(final=False)
+
+    def close(self, token_ids: list[int]) -> str:
+        """The rest of the text, once the completion has ended."""
+        self._decode(token_ids, final=True)
+        return self._advance(final=True)
+
+    def _decode(self, token_ids: list[int], *, final: bool) -> None:
+        if self._until == len(token_ids):
+            return
+        before = self._tokenizer.decode(token_ids[self._from : self._until], skip_special_tokens=True)
+        after = self._tokenizer.decode(token_ids[self._from :], skip_special_tokens=True)
+        if after.endswith(_INCOMPLETE) and not final:
+            return
+        self._decoded += after[len(before) :]
+        self._from, self._until = self._until, len(token_ids)
+
+    def _advance(self, *, final: bool) -> str:
+        if self.stopped:
+            return ""
+        have = len(self.text)
+        end = len(self._decoded)
+        if self._stop:
+            start = max(0, have - self._longest)
+            found = [at for s in self._stop if (at := self._decoded.find(s, start)) >= 0]
+            if found:
+                self.stopped, end = True, min(found)
+            elif not final:
+                end = max(have, end - _held_back(self._decoded, self._stop))
+        new = self._decoded[have:end]
+        self.text += new
+        return new
+
+
+def _held_back(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is the beginning of a stop string."""
+    return max(
+        (n for s in stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])),
+        default=0,
+    )
