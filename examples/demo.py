@@ -56,7 +56,10 @@ def compare(model: object, tokenizer: object, capacities: tuple[str, str], expec
 
     The prefix cache is off, so that every run computes its prompts.
     """
-    print(f"\nThe same work at two capacities ({ROUNDS} runs each, in turn; the median counts):\n")
+    print(
+        "\nThe same work at two capacities: the smallest that holds all of it at once, and 90 % of memory "
+        f"({ROUNDS} runs each, in turn; the median counts)\n"
+    )
     engines = [Engine(model, tokenizer, capacity=capacity, prefix_cache=False) for capacity in capacities]
     seconds: list[list[float]] = [[] for _ in engines]
     for _ in range(ROUNDS):

@@ -24,9 +24,9 @@ class EngineConfig:
     """Settings of one engine.
 
     Attributes:
-        capacity: the most K/V the pool may hold: `"64 blocks"`, `"8 GiB"`, `"20000 tokens"`, `"50%"` (of the memory that
-            is free when the engine is built) or `"auto"`. A ceiling: it changes which requests can run together, and
-            nothing else.
+        capacity: the most K/V the pool may hold: `"64 blocks"`, `"8 GiB"`, `"20000 tokens"`, `"50%"` (of the memory
+            that is free when the engine is built) or `"auto"`. A ceiling: it changes which requests can run together,
+            and nothing else.
         token_budget: the most tokens in one forward pass (prefill chunks and decodes); None is DEFAULT_TOKEN_BUDGET.
         schedule: `fifo` (decode first, then prefill in order of arrival) or `prefill_first`.
         attention: `auto`, or the name of a backend (`flatbed info` lists them).
@@ -109,7 +109,10 @@ def from_transformers(cb_config: Any | None) -> Translation:
     """
     if cb_config is None:
         return Translation({}, False, ())
-    get = lambda name: getattr(cb_config, name, None)  # noqa: E731  (fields come and go between versions)
+
+    def get(name: str) -> Any:
+        return getattr(cb_config, name, None)  # fields come and go between versions
+
     settings: dict[str, Any] = {}
     page_size = get("page_size") or get("block_size") or _TRANSFORMERS_PAGE_SIZE
     if get("num_blocks") is not None:

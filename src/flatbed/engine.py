@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,11 @@ from flatbed.memory.pool import MemoryReport, Pool
 from flatbed.memory.select import free_bytes, make_backing
 from flatbed.model.runner import ModelRunner
 from flatbed.model.shadow import checksum
+from flatbed.model.steps import Flight, Results, make_steps
 from flatbed.request import Completion, FinishReason, Output, SamplingParams, StreamEvent, Timings
 from flatbed.sampling.processors import eos_token_ids, from_generation_config, merged
 from flatbed.sampling.random import derive_seed
-from flatbed.sampling.sampler import Sampled, Sampler
+from flatbed.sampling.sampler import Sampler
 from flatbed.scheduling.plan import BatchPlan, Landed
 from flatbed.scheduling.plan import Sequence as Scheduled
 from flatbed.scheduling.scheduler import Scheduler
@@ -96,8 +98,8 @@ class Engine:
         model: a Transformers decoder with a language-model head, on one device. Training it meanwhile is fine: weights
             that are updated in place are seen by the next step.
         tokenizer: for string prompts, chat messages, `text` and stop strings; token ids work without one.
-        capacity: the most K/V the pool may hold: "64 blocks", "20000 tokens", "8 GiB", "50%" (of the memory that is free
-            now) or "auto". A ceiling, not a reservation.
+        capacity: the most K/V the pool may hold: "64 blocks", "20000 tokens", "8 GiB", "50%" (of the memory that is
+            free now) or "auto". A ceiling, not a reservation.
         token_budget: the most tokens in one forward pass.
         schedule: "fifo" (decode first) or "prefill_first".
         attention: "auto" or the name of a backend.
@@ -143,34 +145,46 @@ class Engine:
         self.tokenizer = tokenizer
         rows = min(max_requests, self.config.tokens_per_step)
         self._runner = ModelRunner(model, rows)
-        device = self._runner.device
-        self._backend = choose(attention, device)
-        layout = KVLayout(self._runner.layers, block_size, self._runner.kv_dtype.itemsize)
-        num_blocks = Capacity.parse(capacity).blocks(layout, free_bytes(device))
-        if num_blocks < 1:
-            raise ConfigError(f"capacity {capacity!r} is less than one block of {layout.block_bytes} bytes")
-        backing = make_backing(num_blocks * layout.block_bytes, device)
-        self._pool = Pool(layout, num_blocks, self._runner.kv_dtype, backing)
-        self._runner.bind(self._pool, self._backend)
-        self._scheduler = Scheduler(
-            num_blocks,
-            block_size,
-            token_budget=self.config.tokens_per_step,
-            max_requests=max_requests,
-            prefill_first=schedule == "prefill_first",
-            prefix_cache=prefix_cache,
-            grow=self._pool.grow,
+        self._backend = choose(attention, self._runner.device)
+        self._pool, self._scheduler = self._make_pool()
+        self._sampler = Sampler(rows, self._runner.device)
+        self._steps = make_steps(
+            self._runner, self._sampler, graphs=self._runner.device.type == "cuda" and self._backend.reads_pool
         )
-        self._sampler = Sampler(rows, device)
+        self._flights: deque[Flight] = deque()  # launched, their results not read yet
         self._eos = eos_token_ids(self._runner.model, tokenizer)
         self._requests: dict[str, _Request] = {}
         self._weights: tuple[int, ...] | None = None
+        self._calls = 0  # whole calls under way
         self._cancelled: set[str] = set()
         self._cancelled_lock = threading.Lock()
         self._numbers = itertools.count()
         self._counts = {"finished": 0, "prompt": 0, "cached": 0, "generated": 0, "steps": 0}
         self._closed = False
         self.partial_outputs: list[Output] = []
+
+    def _make_pool(self) -> tuple[Pool, Scheduler]:
+        """An empty pool for the model's K/V as they are now, bound to the runner, and the scheduler of its blocks."""
+        config, runner = self.config, self._runner
+        layout = KVLayout(runner.layers, config.block_size, runner.kv_dtype.itemsize)
+        num_blocks = Capacity.parse(config.capacity).blocks(layout, free_bytes(runner.device))
+        if num_blocks < 1:
+            raise ConfigError(f"capacity {config.capacity!r} is less than one block of {layout.block_bytes} bytes")
+        try:
+            backing = make_backing(num_blocks * layout.block_bytes, runner.device)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"capacity {config.capacity!r} cannot be addressed on this machine: {error}") from error
+        pool = Pool(layout, num_blocks, runner.kv_dtype, backing)
+        runner.bind(pool, self._backend)
+        return pool, Scheduler(
+            num_blocks,
+            config.block_size,
+            token_budget=config.tokens_per_step,
+            max_requests=config.max_requests,
+            prefill_first=config.schedule == "prefill_first",
+            prefix_cache=config.prefix_cache,
+            grow=pool.grow,
+        )
 
     # ---- whole calls ------------------------------------------------------------------------------------------------
 
@@ -194,9 +208,9 @@ class Engine:
             on_step: called after each step.
             record_token_times: fill `Completion.token_times`.
 
-        A request that is refused or ends badly has its `error` set, and a warning names it; the others are not affected.
-        On KeyboardInterrupt (or any exception out of a callback) everything under way is cancelled, its blocks are
-        freed, and `partial_outputs` holds what had been made.
+        A request that is refused or ends badly has its `error` set, and a warning names it; the others are not
+        affected. On KeyboardInterrupt (or any exception out of a callback) everything under way is cancelled, its
+        blocks are freed, and `partial_outputs` holds what had been made.
 
         Raises ModelForwardError when the model's forward raised.
         """
@@ -230,7 +244,7 @@ class Engine:
         *,
         request_ids: Sequence[str] | None = None,
     ) -> Iterator[StreamEvent]:
-        """Completes every prompt and yields each token as it comes. Leaving the loop cancels what is still under way."""
+        """Completes every prompt and yields each token as it comes. Leaving the loop cancels what is under way."""
         self.partial_outputs = []
         outputs: list[Output] = []
         try:
@@ -295,6 +309,10 @@ class Engine:
         name = str(number) if request_id is None else str(request_id)
         if name in self._requests:
             raise ConfigError(f"request id {name!r} is in use; ids must be unique among the requests under way")
+        with self._cancelled_lock:
+            self._cancelled.discard(name)  # it was meant for a former request of this name
+        if not self._calls and not self._requests:
+            self._follow_model()
         timings = Timings(time.perf_counter())
         output = Output(name, [], [Completion(0)], timings)
         try:
@@ -328,24 +346,27 @@ class Engine:
         Raises ModelForwardError when the model's forward raised: all requests have then ended, all blocks are free.
         """
         self._check_open()
-        events = self._take_cancelled()
-        plan = self._scheduler.plan()
-        if plan is None:
-            return events + self._unstick()
-        for sequence in plan.admitted:
-            self._start(sequence)
         try:
-            sampled = self._sampler.sample(plan, self._runner.forward(plan))
-            self._runner.feed(plan, sampled.tokens)
-        except Exception as error:
-            self._abandon(plan, error)
-        tokens, finite = sampled.tokens.cpu().numpy(), sampled.finite.cpu().numpy()
-        landed = self._scheduler.commit(plan, tokens, None if finite.all() else finite)
-        self._counts["steps"] += 1
-        return events + self._deliver(landed, sampled)
+            events = self._take_cancelled()
+            self._launch_ahead()
+            if not self._flights:
+                return events + self._unstick()
+            flight = self._flights.popleft()
+            try:
+                results = flight.results()
+            except Exception as error:
+                self._abandon(flight.plan, error)
+            landed = self._scheduler.commit(flight.plan, results.tokens, results.finite)
+            self._counts["steps"] += 1
+            return events + self._deliver(landed, results)
+        except (
+            BaseException
+        ):  # Ctrl-C strikes between any two lines: the books, and the K/V they tell of, may be half made
+            self._start_over()
+            raise
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request at the beginning of the next step; what it has so far stays in its output. Any thread may call."""
+        """Ends a request before the next step; what it has so far stays in its output. Any thread may call."""
         with self._cancelled_lock:
             self._cancelled.add(str(request_id))
 
@@ -355,6 +376,19 @@ class Engine:
         return bool(self._requests)
 
     # ---- what a step is made of -------------------------------------------------------------------------------------
+
+    def _launch_ahead(self) -> None:
+        """Plans and launches steps until as many are under way as may be."""
+        while len(self._flights) < self._steps.depth and not (self._flights and self._flights[-1].needs_history):
+            plan = self._scheduler.plan()
+            if plan is None:
+                return
+            for sequence in plan.admitted:
+                self._start(sequence)
+            try:
+                self._flights.append(self._steps.launch(plan))
+            except Exception as error:
+                self._abandon(plan, error)
 
     def _start(self, sequence: Scheduled) -> None:
         request = self._requests[sequence.request_id]
@@ -367,13 +401,13 @@ class Engine:
         self._counts["prompt"] += len(sequence.prompt)
         self._counts["cached"] += sequence.cached_tokens
 
-    def _deliver(self, landed: Landed, sampled: Sampled) -> list[StreamEvent]:
+    def _deliver(self, landed: Landed, results: Results) -> list[StreamEvent]:
         """Hands a step's tokens to their requests; ends samples that met a stop string."""
         now = time.perf_counter()
         self._counts["generated"] += len(landed.tokens)
         logprobs = raw_logprobs = None
-        if sampled.logprobs is not None and sampled.raw_logprobs is not None:
-            logprobs, raw_logprobs = sampled.logprobs.tolist(), sampled.raw_logprobs.tolist()
+        if results.logprobs is not None and results.raw_logprobs is not None:
+            logprobs, raw_logprobs = results.logprobs.tolist(), results.raw_logprobs.tolist()
         events = []
         for sequence, token, index in zip(landed.sequences, landed.tokens, landed.indices, strict=True):
             request = self._requests[sequence.request_id]
@@ -451,7 +485,7 @@ class Engine:
         return events
 
     def _unstick(self) -> list[StreamEvent]:
-        """Nothing runs and the first request in the queue cannot be started: the memory it needs alone cannot be had."""
+        """Nothing runs, and the first request in the queue cannot have the memory that it needs alone."""
         scheduler = self._scheduler
         if scheduler.running or not scheduler.waiting:
             return []
@@ -475,7 +509,14 @@ class Engine:
             request_ids=names,
         ) from error
 
+    def _start_over(self) -> None:
+        """Cancels everything and opens new books, whatever state an interruption has left the old ones in."""
+        self._scheduler = self._scheduler.successor()
+        self._end_all("cancelled")
+        self._requests.clear()
+
     def _end_all(self, reason: FinishReason) -> None:
+        self._flights.clear()
         self._scheduler.abort_all()
         for name in list(self._requests):
             request = self._requests[name]
@@ -549,19 +590,24 @@ class Engine:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def _follow_weights(self) -> None:
+    def _follow_model(self) -> None:
         """Looks, before a call, whether the user's model changed since the last one.
 
-        Moved or replaced parameters or modules: a new shadow. Changed weights: what the prefix cache holds is of no use.
-        Updates that PyTorch counts are seen for next to nothing; for those it does not count (through `.data`) a checksum
-        over the weights is compared, which costs about one decode step. While training goes on, the counters say enough
-        and no checksum is made.
+        Moved or replaced parameters or modules: a new shadow. Changed weights: what the prefix cache holds is of no
+        use. Updates that PyTorch counts are seen for next to nothing; for those it does not count (through `.data`) a
+        checksum over the weights is compared, which costs about one decode step. While training goes on, the counters
+        say enough and no checksum is made.
         """
+        self._eos = eos_token_ids(self._runner.model, self.tokenizer)
         identity = self._runner.identity
         if identity.moved():
             self._runner.make_shadow()
             self._scheduler.forget_prefixes()
             self._weights = None
+            if self._runner.kv_dtype != self._pool.dtype:
+                self._pool.close()
+                self._pool, self._scheduler = self._make_pool()
+            self._steps.reset()
         if not self.config.prefix_cache:
             return
         if identity.changed_in_place():
@@ -591,10 +637,10 @@ class Engine:
     def memory(self) -> MemoryReport:
         """Bytes of the K/V pool."""
         pool = self._scheduler.pool
-        return self._pool.report(pool.held, pool.peak_held)
+        return self._pool.report(pool.held, pool.peak_held, self._steps.graph_bytes)
 
     def release(self) -> None:
-        """Gives the pool's memory back, but for what running requests hold; empties the prefix cache. Addresses stay."""
+        """Gives back the memory that no running request holds; empties the prefix cache. Addresses stay."""
         self._check_open()
         self._pool.shrink(self._scheduler.trim())
 
@@ -604,6 +650,7 @@ class Engine:
             return
         self._end_all("cancelled")
         self._scheduler.trim()
+        self._runner.unbind()
         self._pool.close()
         self._closed = True
 
@@ -629,11 +676,15 @@ class _Call:
     def __enter__(self) -> None:
         self._before = set(self._engine._requests)
         if not self._before:
-            self._engine._follow_weights()
+            self._engine._follow_model()
+        self._engine._calls += 1
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self._engine._calls -= 1
         if kind is None or self._engine._closed:
             return
+        if not issubclass(kind, (Exception, GeneratorExit)):
+            self._engine._start_over()
         for name in [n for n in self._engine._requests if n not in self._before]:
             self._engine._end(name, "cancelled")
 

@@ -4,7 +4,8 @@
 
     FlatbedError                      the root: `except flatbed.errors.FlatbedError` catches all of them
     ├── ConfigError                   a setting of the engine is unknown or makes no sense   (also a ValueError)
-    │   └── BackendUnavailableError   an attention backend that was asked for by name cannot run here
+    │   ├── BackendUnavailableError   an attention backend that was asked for by name cannot run here
+    │   └── ModelLoadError            a model cannot be found or read
     ├── UnsupportedModelError         the model cannot be run, said when the engine is built
     ├── EngineClosedError             the engine was used after close()
     ├── RequestError                  one request is refused or ended; its neighbours go on  (also a ValueError)
@@ -40,6 +41,10 @@ class ConfigError(FlatbedError, ValueError):
 
 class BackendUnavailableError(ConfigError):
     """An attention backend that was asked for by name cannot run here. Only `auto` falls back."""
+
+
+class ModelLoadError(ConfigError):
+    """A model cannot be found or loaded. The message says what is missing, and the command that brings it."""
 
 
 class UnsupportedModelError(FlatbedError):

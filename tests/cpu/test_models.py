@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from flatbed import models
 from flatbed.errors import ConfigError
-from flatbed.models import ModelLoadError, cache_folder, demo_status, install_demo, load_model
+from flatbed.errors import ModelLoadError
+from flatbed.models import cache_folder, demo_status, install_demo, load_model
 
 needs_demo = pytest.mark.skipif(
     bool(demo_status().missing), reason=f"the demonstration model needs: {' && '.join(demo_status().missing)}"

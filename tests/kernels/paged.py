@@ -1,4 +1,4 @@
-"""A random ragged batch over a poisoned pool, and attention over it in plain float64: what backends are compared with."""
+"""Random ragged batches over a poisoned pool, and plain float64 attention: what backends are compared with."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ class Paged:
         self.values = [draw(length, case.kv_heads, case.value_dim) for length in case.lengths]
         new = list(zip(case.lengths, case.queries, strict=True))
         for s, (length, count) in enumerate(new):
-            for position in range(length - count):
-                block, offset = int(tables[s, position // size]), position % size
-                self.cache.key[block, :, offset] = self.keys[s][position]
-                self.cache.value[block, :, offset] = self.values[s][position]
+            before = np.arange(length - count)
+            blocks = torch.from_numpy(tables[s, before // size].astype(np.int64)).to(device)
+            offsets = torch.from_numpy(before % size).to(device)
+            self.cache.key[blocks, :, offsets] = self.keys[s][: length - count]
+            self.cache.value[blocks, :, offsets] = self.values[s][: length - count]
         slots = [(tables[s, p // size], p % size) for s, (n, count) in enumerate(new) for p in range(n - count, n)]
         starts = np.concatenate([[0], np.cumsum(case.queries)]).astype(np.int64)
         tokens = int(starts[-1])

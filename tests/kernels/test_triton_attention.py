@@ -23,11 +23,11 @@ if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a CUDA device is there: set TRITON_INTERPRET=1 to run the interpreter", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
-from paged import Case, Paged, error  # noqa: E402
+from paged import Case, Paged, error
 
-from flatbed.attention.base import AttentionSpec  # noqa: E402
-from flatbed.attention.torch_reference import TorchAttention  # noqa: E402
-from flatbed.attention.triton import (  # noqa: E402
+from flatbed.attention.base import AttentionSpec
+from flatbed.attention.torch_reference import TorchAttention
+from flatbed.attention.triton import (
     DecodePlan,
     DecodeWorkspace,
     TritonAttention,
@@ -93,7 +93,7 @@ def test_equals_plain_attention_and_the_reference(name: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("poison", [float("inf"), 6e4])
 def test_stale_numbers_of_any_size_change_nothing(poison: float) -> None:
-    case = dict(lengths=[17, 40, 35], queries=[1, 1, 30], window=9)
+    case = {"lengths": [17, 40, 35], "queries": [1, 1, 30], "window": 9}
     clean = Paged(Case(**case, poison=0.0), torch.float16, CPU).attend(TritonAttention())[0]
     dirty = Paged(Case(**case, poison=poison), torch.float16, CPU).attend(TritonAttention())[0]
     assert torch.equal(clean, dirty)
@@ -125,10 +125,12 @@ def test_random_batches(seed: int) -> None:
         assert error(paged.attend(backend)[0], paged.expected()) < TOLERANCE[torch.float32], case
 
 
-# ---- the functions a captured graph calls -----------------------------------------------------------------------------
+# ---- the functions that a captured graph calls -----------------------------------------------------------------------
 
 
-def _plan(paged: Paged, rows: int, max_items: int | None = None, workspace: DecodeWorkspace | None = None) -> DecodePlan:
+def _plan(
+    paged: Paged, rows: int, max_items: int | None = None, workspace: DecodeWorkspace | None = None
+) -> DecodePlan:
     case = paged.case
     return DecodePlan(
         rows,

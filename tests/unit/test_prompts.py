@@ -298,3 +298,12 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 def test_a_device_has_nothing_to_resume() -> None:
     with ResultFile("/dev/null", resume=True) as results:
         assert results.write(output("a"))
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="there is no /dev/stdout")
+def test_results_may_go_into_a_pipe() -> None:
+    code = "from test_prompts import *; ResultFile('/dev/stdout').write(output('a'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["id"] == "a"

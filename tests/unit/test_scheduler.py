@@ -146,6 +146,15 @@ def test_without_the_prefix_cache_each_twin_computes_its_own_prompt() -> None:
     assert all(s.cached_tokens == 0 for s in sequences)
 
 
+def test_without_the_prefix_cache_twins_do_not_wait_for_each_other() -> None:
+    simulation = Simulation(Settings(64, 4, prefix_cache=False))
+    twins = [simulation.submit(Job(prompt(6), 3, seed=seed)) for seed in range(4)]
+    plan = simulation.step()
+    assert plan is not None
+    assert [c.sequence for c in plan.chunks] == twins
+    simulation.run()
+
+
 def test_others_are_admitted_while_twins_wait_for_their_prompt() -> None:
     simulation = Simulation(Settings(64, 4, token_budget=16))
     first = simulation.submit(Job(prompt(14), 3))
@@ -230,9 +239,10 @@ def test_forgotten_prefixes_are_computed_again() -> None:
 
 
 @pytest.mark.parametrize("when", [1, 2, 4])
-def test_what_runs_while_prefixes_are_forgotten_is_not_recorded(when: int) -> None:
+@pytest.mark.parametrize("budget", [3, 6])  # less and more than a block in the first step
+def test_what_runs_while_prefixes_are_forgotten_is_not_recorded(when: int, budget: int) -> None:
     """Its K/V is part old, part new: good enough for itself, not for others."""
-    simulation = Simulation(Settings(64, 4, token_budget=6))
+    simulation = Simulation(Settings(64, 4, token_budget=budget))
     first = simulation.submit(Job(prompt(11), 12))
     for _ in range(when):
         simulation.step()
@@ -378,6 +388,7 @@ def test_a_preempted_sequence_resumes_with_the_same_output(depth: int, prefix_ca
     assert simulation.scheduler.preemptions > 0
     assert sequences[0].preemptions == 0  # the oldest goes on
     assert sum(s.preemptions for s in sequences) == simulation.scheduler.preemptions
+    assert [s.cached_tokens for s in sequences] == [0, 0, 0]  # what it finds of itself later does not count
 
 
 def test_a_preempted_sequence_goes_back_to_the_head_of_the_queue() -> None:
@@ -432,6 +443,20 @@ def test_one_block_is_kept_in_reserve_for_each_running_sequence() -> None:
     second = simulation.submit(Job(prompt(9, 1), 2))
     simulation.step()
     assert second.state is State.WAITING  # three blocks are free and three are needed, but the first will need one
+    simulation.run()
+    assert simulation.scheduler.preemptions == 0
+
+
+def test_cached_blocks_that_a_prompt_would_take_back_count_as_needed() -> None:
+    """They are idle, so they are available; but to whoever asks first."""
+    simulation = Simulation(Settings(6, 4))
+    simulation.submit(Job(prompt(8, 1), 1))
+    simulation.submit(Job(prompt(9, 2), 8))
+    simulation.step()
+    assert simulation.scheduler.pool.idle == 2  # of the first; the second holds three, and will need a fourth
+    third = simulation.submit(Job([*prompt(8, 1), 0], 1))
+    simulation.step()
+    assert third.state is State.WAITING  # two blocks to take back, one new, and one in reserve: four, of three
     simulation.run()
     assert simulation.scheduler.preemptions == 0
 
@@ -554,10 +579,13 @@ def test_blocks_of_a_sequence_that_ended_in_error_are_not_kept() -> None:
 @pytest.mark.parametrize("depth", [1, 3])
 def test_abort_all_ends_everything_and_the_scheduler_can_be_used_again(depth: int) -> None:
     simulation = Simulation(Settings(32, 4, token_budget=8, depth=depth))
-    for kind in range(6):
+    simulation.submit(Job(prompt(60), 9))
+    simulation.run()
+    for kind in range(1, 7):
         simulation.submit(Job(prompt(9, kind), 9))
-    for _ in range(4):
+    for _ in range(2):
         simulation.step()
+    assert simulation.scheduler.pool.idle > 0
     simulation.fail_step()
     assert simulation.scheduler.pool.idle == 0
     again = [simulation.submit(Job(prompt(9, kind), 9)) for kind in range(6)]

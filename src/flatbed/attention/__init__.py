@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 from flatbed.attention.base import AttentionBackend, Availability
 from flatbed.attention.torch_reference import TorchAttention
+from flatbed.attention.triton import TritonAttention
 from flatbed.errors import BackendUnavailableError, ConfigError
 
 if TYPE_CHECKING:
     import torch
 
 # In the order in which `auto` tries them.
-BACKENDS: dict[str, type[AttentionBackend]] = {TorchAttention.name: TorchAttention}
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    TritonAttention.name: TritonAttention,
+    TorchAttention.name: TorchAttention,
+}
 
 
 def backends() -> Iterable[type[AttentionBackend]]:

@@ -77,6 +77,8 @@ class AttentionBackend(ABC):
     # True when the backend multiplies stale K/V by zero instead of leaving it out, so that a NaN left there by a former
     # owner would spread: the engine then clears blocks before they are used again.
     needs_clean_blocks: ClassVar[bool]
+    # True when `attend` reads all K/V from the pool and never looks at its arguments key and value.
+    reads_pool: ClassVar[bool]
 
     @classmethod
     @abstractmethod

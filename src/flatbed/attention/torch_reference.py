@@ -1,8 +1,8 @@
 """The reference backend: plain torch on any device. What every faster backend is tested against.
 
-Decodes are gathered and computed together, in groups of similar length so that padding stays below a bound; each prefill
-chunk is computed on its own. What is gathered is the live K/V that a layer can see (for a sliding window: the window),
-one contiguous row of the pool per (block, head)::
+Decodes are gathered and computed together, in groups of similar length so that padding stays below a bound; each
+prefill chunk is computed on its own. What is gathered is the live K/V that a layer can see (for a sliding window: the
+window), one contiguous row of the pool per (block, head)::
 
       pool as rows [block_size * dim]:   block 0: head 0 │ head 1 │ ... │ block 1: head 0 │ ...
                                                   │                                │
@@ -54,6 +54,7 @@ class TorchAttention(AttentionBackend):
 
     name: ClassVar[str] = "torch"
     needs_clean_blocks: ClassVar[bool] = True
+    reads_pool: ClassVar[bool] = False
 
     @classmethod
     def availability(cls, device: torch.device) -> Availability:

@@ -1,14 +1,14 @@
 """The Triton backend: decode and ragged prefill read the pool in place, on one launch each.
 
-The functions over tensors (`write_kv`, `decode_attention`, `prefill_attention`) know nothing of steps or batches, so that a
-captured CUDA graph can call them with its own static buffers::
+The functions over tensors (`write_kv`, `decode_attention`, `prefill_attention`) know nothing of steps or batches, so
+that a captured CUDA graph can call them with its own static buffers::
 
       eager step    begin: one copy  [tables │ lengths │ tiles of queries]
                     each layer:  write_kv   decode_attention (first rows)   prefill_attention (the rest)
       graph step    DecodePlan.update(lengths)   each layer:  write_kv   decode_attention
 
-Both paths divide the K/V of a decode on the device, in `DecodePlan.update`: one small launch a step for each window size, none of
-whose sizes follow the capacity.
+Both paths divide the K/V of a decode on the device, in `DecodePlan.update`: one small launch a step for each window
+size, none of whose sizes follow the capacity.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def _decode_shape(group: int, key_dim: int, value_dim: int, itemsize: int) -> _S
     dim = _power_of_two(max(key_dim, value_dim))
     row_bytes = dim * itemsize
     rows = _power_of_two(group, 16)
+    if itemsize == 4:  # not on the tensor cores: registers decide
+        return _Shape(32 if dim <= 64 else 16, rows, 4, 2)
     if row_bytes <= 128:
         return _Shape(64, rows, 4, 4)
     if row_bytes <= 256:
@@ -76,21 +78,87 @@ def _decode_shape(group: int, key_dim: int, value_dim: int, itemsize: int) -> _S
     return _Shape(32, rows, 4, 2)
 
 
+@dataclass(frozen=True)
+class PrefillShape:
+    """Which prefill kernel runs, and its launch constants.
+
+    Attributes:
+        queries: of one sequence in a program; `prefill_tiles` divides chunks by it.
+        tile: keys at a time.
+        rows: (query, head) pairs of a program.
+        warps, stages: of the portable kernel.
+        hopper: the kernel in kernels/hopper.py instead, with rows / 64 warp groups, `stages` buffers and `ahead`.
+    """
+
+    queries: int
+    tile: int
+    rows: int
+    warps: int
+    stages: int
+    hopper: bool = False
+    ahead: bool = False
+
+
+# Shorter sequences leave nothing to gain, and the kernel takes seconds to compile when it is first used.
+_HOPPER_LEAST = 1024
+
+
+def prefill_shape(
+    spec: AttentionSpec,
+    heads: int,
+    cache: LayerCache,
+    longest: int,
+) -> PrefillShape:
+    """The kernel for prefill chunks of sequences of at most `longest` tokens, and how it is launched."""
+    _, kv_heads, block_size, key_dim = cache.key.shape
+    value_dim, dtype = cache.value.shape[-1], cache.key.dtype
+    plain = spec.window is None and spec.softcap is None and spec.sinks is None
+    fits = key_dim == value_dim and key_dim in (64, 128) and 128 % min(block_size, 128) == 0 and block_size % 16 == 0
+    fits = fits and (block_size <= 128 or block_size % 128 == 0) and dtype.itemsize == 2
+    hopper = plain and fits and longest >= _HOPPER_LEAST and _hopper(cache.key.device)
+    return _prefill_shape(heads // kv_heads, key_dim, value_dim, dtype.itemsize, hopper)
+
+
 @functools.cache
-def _prefill_shape(group: int, key_dim: int, value_dim: int, itemsize: int) -> _Shape:
+def _prefill_shape(group: int, key_dim: int, value_dim: int, itemsize: int, hopper: bool) -> PrefillShape:
     dim = _power_of_two(max(key_dim, value_dim))
+    if hopper and group <= 64:
+        if dim == 64:
+            return PrefillShape(192 // group, 128, 192, 4, 2, hopper=True, ahead=True)
+        return PrefillShape(128 // group, 128, 128, 4, 2, hopper=True, ahead=True)
+
+    def portable(tile: int, rows: int, warps: int, stages: int) -> PrefillShape:
+        rows = _power_of_two(group, rows)
+        return PrefillShape(rows // group, tile, rows, warps, stages)
+
     if itemsize == 4:  # not on the tensor cores: registers decide
-        return _Shape(32 if dim <= 64 else 16, _power_of_two(group, 32), 4, 2)
+        return portable(32 if dim <= 64 else 16, 32, 4 if dim <= 128 else 8, 2)
     if dim <= 64:
-        return _Shape(64, _power_of_two(group, 128), 4, 3)
+        return portable(64, 128, 4, 3)
     if dim <= 128:
-        return _Shape(64, _power_of_two(group, 128), 8, 3)
-    return _Shape(32, _power_of_two(group, 64), 4, 2)
+        return portable(64, 128, 8, 3)
+    return portable(32, 64, 4, 2)
+
+
+@functools.cache
+def _hopper(device: torch.device) -> bool:
+    """Whether kernels/hopper.py runs here: compute capability 9, and a Triton whose Gluon it was written for."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return (3, 6) <= version <= (3, 9)
+
+
+# Programs per multiprocessor among which long contexts are divided, and the fewest tokens that are worth one.
+_SPREAD = 4
+_LEAST_TOKENS = 256
 
 
 def decode_items(rows: int, kv_heads: int, device: torch.device) -> int:
     """How many items a plan for `rows` sequences should have room for: enough that long contexts fill the GPU."""
-    return rows + -(-4 * _multiprocessors(device) // kv_heads)
+    return rows + -(-_SPREAD * _multiprocessors(device) // kv_heads)
 
 
 # ---- write ----------------------------------------------------------------------------------------------------------
@@ -148,13 +216,14 @@ class DecodePlan:
     """How the K/V of a decode batch is divided among programs, and the memory in which partial results meet.
 
     The same in all layers that have the same window and the same heads. All tensors are made once: `update` and
-    `decode_attention` may be captured in a CUDA graph, which then stays right for any lengths and tables. One plan serves
-    one stream.
+    `decode_attention` may be captured in a CUDA graph, which then stays right for any lengths and tables. One plan
+    serves one stream.
 
     Attributes:
         rows: sequences.
         max_items: programs per K/V head.
-        items: int32 [max_items, 8]: row, first token, end, first token seen, the row's first item, the row's items, 0, 0.
+        items: int32 [max_items, 8]: row, first token, end, first token seen, the row's first item, the row's items,
+            0, 0.
     """
 
     def __init__(
@@ -184,7 +253,7 @@ class DecodePlan:
         if self.max_items <= rows:
             raise ValueError(f"max_items must be more than the {rows} rows, got {self.max_items}")
         self.shape = _decode_shape(heads // kv_heads, key_dim, value_dim, dtype.itemsize)
-        self.least = 4
+        self.least = -(-_LEAST_TOKENS // self.shape.tile)
         self.items = torch.zeros(self.max_items, _ITEM_FIELDS, dtype=torch.int32, device=device)
         self.workspace = DecodeWorkspace(device) if workspace is None else workspace
         self.workspace.reserve(self.max_items, rows, heads, kv_heads, value_dim)
@@ -249,9 +318,7 @@ def decode_attention(
     if rows == 0:
         return out
     if rows != plan.rows or (spec.window or 0) != (plan.window or 0):
-        raise ValueError(
-            f"the plan is for {plan.rows} rows and window {plan.window}, not for {rows} and {spec.window}"
-        )
+        raise ValueError(f"the plan is for {plan.rows} rows and window {plan.window}, not for {rows} and {spec.window}")
     scale, softcap = _scales(spec)
     group = heads // kv_heads
     shape = plan.shape
@@ -306,20 +373,14 @@ def _scales(spec: AttentionSpec) -> tuple[float, float]:
 # ---- prefill --------------------------------------------------------------------------------------------------------
 
 
-def queries_per_tile(heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
-    """How many queries one program of `prefill_attention` takes; `prefill_tiles` divides chunks by it."""
-    group = heads // kv_heads
-    return _prefill_shape(group, key_dim, value_dim, dtype.itemsize).rows // group
-
-
 def prefill_tiles(
     query_starts: NDArray[np.int64], lengths: NDArray[np.int64], first_sequence: int, queries: int
 ) -> NDArray[np.int32]:
     """Divides the chunks of sequences first_sequence .. into tiles of at most `queries` queries.
 
-    Returns int32 [n, 4]: sequence, the first query's token in the batch, its position, number of queries. The longest sequences
-    come first, and of each the latest queries: programs start in this order, so the last to start are the shortest, and
-    programs that run together read the same keys.
+    Returns int32 [n, 4]: sequence, the first query's token in the batch, its position, number of queries. The longest
+    sequences come first, and of each the latest queries: programs start in this order, so the last to start are the
+    shortest, and programs that run together read the same keys.
     """
     counts = np.diff(query_starts)[first_sequence:]
     order = np.argsort(-lengths[first_sequence:], kind="stable")
@@ -343,6 +404,7 @@ def prefill_attention(
     spec: AttentionSpec,
     tables: torch.Tensor,
     tiles: torch.Tensor,
+    shape: PrefillShape,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Causal attention of ragged chunks of queries, which may follow earlier context, over the pool; one launch.
@@ -351,23 +413,33 @@ def prefill_attention(
         query: [T, heads, key_dim], any strides over tokens and heads.
         cache: the layer's pool, of the same dtype.
         tables: int32 [sequences, width], the last dimension contiguous.
-        tiles: int32 [n, 4] of `prefill_tiles`, on the device, for `queries_per_tile` queries each.
+        tiles: int32 [n, 4] of `prefill_tiles`, on the device, made for `shape.queries`.
+        shape: of `prefill_shape`, for the same spec and cache.
         out: [T, heads, value_dim]; the tokens of the tiles are written, all others stay.
     """
-    _, heads, key_dim = query.shape
-    _, kv_heads, block_size, value_dim = cache.value.shape
     if tiles.shape[0] == 0:
         return out
     query = _last_contiguous(query)
+    (_prefill_hopper if shape.hopper else _prefill_portable)(query, cache, spec, tables, tiles, shape, out)
+    return out
+
+
+def _prefill_portable(
+    query: torch.Tensor,
+    cache: LayerCache,
+    spec: AttentionSpec,
+    tables: torch.Tensor,
+    tiles: torch.Tensor,
+    shape: PrefillShape,
+    out: torch.Tensor,
+) -> None:
+    _, heads, key_dim = query.shape
+    _, kv_heads, block_size, value_dim = cache.value.shape
     scale, softcap = _scales(spec)
-    group = heads // kv_heads
-    shape = _prefill_shape(group, key_dim, value_dim, query.dtype.itemsize)
     _kernels().prefill_kernel[(tiles.shape[0] * kv_heads,)](
         query,
         cache.key,
         cache.value,
-        None,
-        None,
         out,
         tables,
         tiles,
@@ -383,7 +455,7 @@ def prefill_attention(
         cache.key.stride(0),
         cache.value.stride(0),
         KV_HEADS=kv_heads,
-        GROUP=group,
+        GROUP=heads // kv_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_SIZE=block_size,
@@ -394,11 +466,49 @@ def prefill_attention(
         KEY_PAD=_power_of_two(key_dim),
         VALUE_PAD=_power_of_two(value_dim),
         TILE=shape.tile,
-        BULK=False,
         STAGES=shape.stages,
         num_warps=shape.warps,
     )
-    return out
+
+
+def _prefill_hopper(
+    query: torch.Tensor,
+    cache: LayerCache,
+    spec: AttentionSpec,
+    tables: torch.Tensor,
+    tiles: torch.Tensor,
+    shape: PrefillShape,
+    out: torch.Tensor,
+) -> None:
+    from flatbed.kernels import hopper
+
+    _, kv_heads, block_size, dim = cache.key.shape
+    box = min(block_size, shape.tile)
+    hopper.prefill_hopper_kernel[(tiles.shape[0] * kv_heads,)](
+        query,
+        hopper.rows_of(cache.key, box),
+        hopper.rows_of(cache.value, box),
+        out,
+        tables,
+        tiles,
+        spec.scale * _LOG2E,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        tables.stride(0),
+        cache.key.stride(0) // dim,
+        cache.value.stride(0) // dim,
+        KV_HEADS=kv_heads,
+        GROUP=query.shape[1] // kv_heads,
+        DIM=dim,
+        BLOCK_SIZE=block_size,
+        TILE=shape.tile,
+        CONSUMERS=shape.rows // 64,
+        BUFFERS=shape.stages,
+        AHEAD=shape.ahead,
+        num_warps=4,
+    )
 
 
 # ---- the backend ----------------------------------------------------------------------------------------------------
@@ -409,6 +519,7 @@ class TritonAttention(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     needs_clean_blocks: ClassVar[bool] = False
+    reads_pool: ClassVar[bool] = True
 
     @classmethod
     def availability(cls, device: torch.device) -> Availability:
@@ -427,6 +538,7 @@ class TritonAttention(AttentionBackend):
         self._batch: Batch | None = None
         self._tables = torch.empty(0)
         self._lengths = torch.empty(0)
+        self._longest = 0  # of the sequences that prefill
         self._plans: dict[tuple[Any, ...], DecodePlan] = {}
         self._workspace: DecodeWorkspace | None = None
         # Tile lists of this step by queries per tile; begin() uploads those that earlier steps asked for.
@@ -435,8 +547,9 @@ class TritonAttention(AttentionBackend):
 
     def begin(self, batch: Batch, block_size: int) -> None:
         self._batch = batch
+        self._longest = int(batch.lengths[batch.decodes :].max(initial=0))
         width = max(1, int(-(-batch.lengths.max(initial=0) // block_size)))
-        parts = [batch.tables[:, :width], batch.lengths]
+        parts: list[NDArray[Any]] = [batch.tables[:, :width], batch.lengths]
         parts += [self._make_tiles(queries) for queries in sorted(self._wanted_tiles)]
         tables, lengths, *tiles = _upload(parts, batch.device)
         self._tables, self._lengths = tables, lengths
@@ -459,11 +572,11 @@ class TritonAttention(AttentionBackend):
             plan = self._plan(heads, kv_heads, key_dim, value_dim, spec.window, query)
             decode_attention(query[:decodes], cache, spec, self._tables[:decodes], plan, out[:decodes])
         if decodes < len(batch.lengths):
-            queries = queries_per_tile(heads, kv_heads, key_dim, value_dim, query.dtype)
-            if queries not in self._tiles:
-                self._wanted_tiles.add(queries)
-                (self._tiles[queries],) = _upload([self._make_tiles(queries)], batch.device)
-            prefill_attention(query, cache, spec, self._tables, self._tiles[queries], out)
+            shape = prefill_shape(spec, heads, cache, self._longest)
+            if shape.queries not in self._tiles:
+                self._wanted_tiles.add(shape.queries)
+                (self._tiles[shape.queries],) = _upload([self._make_tiles(shape.queries)], batch.device)
+            prefill_attention(query, cache, spec, self._tables, self._tiles[shape.queries], shape, out)
         return out
 
     @property

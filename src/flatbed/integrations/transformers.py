@@ -1,8 +1,8 @@
 """`install(model)`: `model.generate_batch(...)` runs on Flatbed, with Transformers' own arguments and results.
 
-What differs from Transformers' implementation is on purpose, and always in the direction of saying more: unknown keywords
-are an error, an error of the engine is raised, a bad request is a result with `error` set and a warning that names it,
-logits processors of every kind are applied, and neither the model nor the caller's configs are changed.
+What differs from Transformers' implementation is on purpose, and always in the direction of saying more: unknown
+keywords are an error, an error of the engine is raised, a bad request is a result with `error` set and a warning that
+names it, logits processors of every kind are applied, and neither the model nor the caller's configs are changed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import types
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -21,6 +23,7 @@ from flatbed.engine import Engine
 from flatbed.errors import ConfigError, FlatbedWarning
 from flatbed.request import Completion, Output
 from flatbed.sampling.processors import from_generation_config
+from flatbed.sampling.random import derive_seed
 
 _METHOD = "generate_batch"
 
@@ -52,8 +55,8 @@ def uninstall(model: nn.Module) -> nn.Module:
 class GenerateBatch:
     """The callable that stands in for `model.generate_batch`.
 
-    One engine is kept from call to call, and its K/V memory is given back after each; a call whose config asks for other
-    settings builds another.
+    One engine is kept from call to call, and its K/V memory is given back after each; a call whose config asks for
+    other settings builds another.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any | None, settings: dict[str, Any]) -> None:
@@ -63,7 +66,7 @@ class GenerateBatch:
         self._told: set[str] = set()
         self._engine: Engine | None = None
         self._built_with: dict[str, Any] | None = None
-        self.engine(settings)
+        self.engine({name: value for name, value in settings.items() if name != "seed"})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copied model is a model of its own: Flatbed is not installed on it.
@@ -123,15 +126,18 @@ class GenerateBatch:
         for name in translation.without_effect:
             if name not in self._told:
                 self._told.add(name)
-                warnings.warn(
-                    f"ContinuousBatchingConfig.{name} has no effect on Flatbed", FlatbedWarning, stacklevel=2
-                )
+                warnings.warn(f"ContinuousBatchingConfig.{name} has no effect on Flatbed", FlatbedWarning, stacklevel=2)
         model = self._model()
-        engine = self.engine({**self._settings, **translation.settings})
+        settings = {**self._settings, **translation.settings}
+        # A seed belongs to a call: the same seed gives the same samples again. Without one it is drawn from torch's
+        # global generator, as `generate` does, so that `set_seed` governs it.
+        seed = settings.pop("seed", None)
+        root = int(torch.randint(2**62, (1,))) if seed is None else seed
+        engine = self.engine(settings)
         assert model is not None, "engine() has looked"
         config = model.generation_config if generation_config is None else generation_config
         params = []
-        for prompt in inputs:
+        for i, prompt in enumerate(inputs):
             one = from_generation_config(
                 config,  # type: ignore[arg-type]
                 model,
@@ -139,7 +145,8 @@ class GenerateBatch:
                 longest=engine.longest,
                 logprobs=translation.logprobs,
             )
-            params.append(one if max_new_tokens is None else _with_length(one, max_new_tokens))
+            length = one.max_new_tokens if max_new_tokens is None else max_new_tokens
+            params.append(replace(one, max_new_tokens=length, seed=derive_seed(root, i)))
         names = [f"req_{i}" for i in range(len(inputs))]
         progress = _Progress(len(inputs), progress_bar)
         try:
@@ -160,12 +167,6 @@ class GenerateBatch:
                 result = _result(output, completion)
                 results[result.request_id] = result
         return results
-
-
-def _with_length(params: Any, max_new_tokens: int) -> Any:
-    from dataclasses import replace
-
-    return replace(params, max_new_tokens=max_new_tokens)
 
 
 def _result(output: Output, completion: Completion) -> GenerationOutput:

@@ -1,1 +1,1 @@
-"""Triton kernels. Nothing is imported here: Triton is optional, and a kernel module is imported where it is first used."""
+"""Triton kernels. Triton is optional: a module of kernels is imported where it is first used, never from here."""

@@ -11,13 +11,15 @@ The queries that share a K/V head are rows of one tile, so that K/V is read once
       decode    rows of a tile = the `GROUP` query heads of one token, padded to 16 for the tensor cores
       prefill   rows of a tile = (query, head in the group):   q0h0 q0h1 q0h2 │ q1h0 q1h1 q1h2 │ ...
 
-Softmax is the online one of FlashAttention (Dao et al., 2022, https://arxiv.org/abs/2205.14135, algorithm 1) with base-2
-exponentials; scores, sums and accumulators are float32 for every input type. float32 inputs are multiplied exactly
-(`input_precision="ieee"`), not in tf32.
+Softmax is the online one of FlashAttention (Dao et al., 2022, https://arxiv.org/abs/2205.14135, algorithm 1) with
+base-2 exponentials; scores, sums and accumulators are float32 for every input type. float32 inputs are multiplied
+exactly (`input_precision="ieee"`), not in tf32.
 
 What is beyond a sequence's tokens is never multiplied, not even by zero: a NaN that a former owner left in a slot
 stays there. Block ids are widened to int64 before they meet a stride: a pool may have more than 2**31 elements.
 """
+
+# ruff: noqa: SIM108 - branches on compile-time constants choose code, not values
 
 from __future__ import annotations
 
@@ -344,14 +346,11 @@ def _prefill_tiles(
     table,
     keys,
     values,
-    key_rows,
-    value_rows,
     scale,
     softcap,
     window,
     key_block_stride,
     value_block_stride,
-    head_rows,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_PAD: tl.constexpr,
@@ -361,7 +360,6 @@ def _prefill_tiles(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,  # some row of the tile does not see all keys (or keys end inside a tile)
-    BULK: tl.constexpr,  # unmasked tiles come through the tensor memory accelerator
     STAGES: tl.constexpr,
 ):
     """Online softmax of a tile of queries over some tiles of keys."""
@@ -373,23 +371,18 @@ def _prefill_tiles(
         token = at + within
         block, slot = _slots(following, at, BLOCK_SIZE, TILE)
         following = _blocks(table, at + TILE, end, BLOCK_SIZE, TILE)
-        if BULK and not MASKED:
-            slot = head_rows + at % BLOCK_SIZE
-            k = key_rows.load([(block * (key_block_stride // KEY_DIM) + slot).to(tl.int32), 0])
-            v = value_rows.load([(block * (value_block_stride // VALUE_DIM) + slot).to(tl.int32), 0])
+        key_at = keys + (block * key_block_stride + slot * KEY_DIM)[:, None] + key_dim[None, :]
+        value_at = values + (block * value_block_stride + slot * VALUE_DIM)[:, None] + value_dim[None, :]
+        if MASKED:
+            inside = (token < end)[:, None]
+            k = tl.load(key_at, mask=inside & (key_dim < KEY_DIM)[None, :], other=0.0)
+            v = tl.load(value_at, mask=inside & (value_dim < VALUE_DIM)[None, :], other=0.0)
+        elif KEY_PAD != KEY_DIM or VALUE_PAD != VALUE_DIM:
+            k = tl.load(key_at, mask=(key_dim < KEY_DIM)[None, :], other=0.0)
+            v = tl.load(value_at, mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
         else:
-            key_at = keys + (block * key_block_stride + slot * KEY_DIM)[:, None] + key_dim[None, :]
-            value_at = values + (block * value_block_stride + slot * VALUE_DIM)[:, None] + value_dim[None, :]
-            if MASKED:
-                inside = (token < end)[:, None]
-                k = tl.load(key_at, mask=inside & (key_dim < KEY_DIM)[None, :], other=0.0)
-                v = tl.load(value_at, mask=inside & (value_dim < VALUE_DIM)[None, :], other=0.0)
-            elif KEY_PAD != KEY_DIM or VALUE_PAD != VALUE_DIM:
-                k = tl.load(key_at, mask=(key_dim < KEY_DIM)[None, :], other=0.0)
-                v = tl.load(value_at, mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
-            else:
-                k = tl.load(key_at)
-                v = tl.load(value_at)
+            k = tl.load(key_at)
+            v = tl.load(value_at)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFTCAP:
             scores = _softcapped(scores, scale, softcap, SOFTCAP)
@@ -424,8 +417,6 @@ def prefill_kernel(
     query,  # [T, KV_HEADS * GROUP, KEY_DIM], strided over tokens and heads
     key_pool,
     value_pool,
-    key_rows,  # with BULK: tensor descriptors of the pools as rows [n, KEY_DIM]; otherwise not used
-    value_rows,
     out,  # [T, KV_HEADS * GROUP, VALUE_DIM], likewise strided
     tables,  # int32 [sequences, ...]
     tiles,  # int32 [n, 4]: sequence, first query's token in the batch, its position, queries
@@ -452,7 +443,6 @@ def prefill_kernel(
     KEY_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     TILE: tl.constexpr,
-    BULK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program per (tile of queries, K/V head).
@@ -505,19 +495,19 @@ def prefill_kernel(
     values = value_pool + head * (BLOCK_SIZE * VALUE_DIM)
     if WINDOW:
         mixed, top, total = _prefill_tiles(
-            mixed, top, total, q, position, begin, tl.minimum(all_from, end), table, keys, values, key_rows, value_rows,
-            scale, softcap, window, key_block_stride, value_block_stride, head * BLOCK_SIZE,
-            KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, True, BULK, 2,
+            mixed, top, total, q, position, begin, tl.minimum(all_from, end), table, keys, values,
+            scale, softcap, window, key_block_stride, value_block_stride,
+            KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, True, 2,
         )  # fmt: skip
     mixed, top, total = _prefill_tiles(
-        mixed, top, total, q, position, all_from, all_to, table, keys, values, key_rows, value_rows,
-        scale, softcap, window, key_block_stride, value_block_stride, head * BLOCK_SIZE,
-        KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, False, BULK, STAGES,
+        mixed, top, total, q, position, all_from, all_to, table, keys, values,
+        scale, softcap, window, key_block_stride, value_block_stride,
+        KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, False, STAGES,
     )  # fmt: skip
     mixed, top, total = _prefill_tiles(
-        mixed, top, total, q, position, all_to, end, table, keys, values, key_rows, value_rows,
-        scale, softcap, window, key_block_stride, value_block_stride, head * BLOCK_SIZE,
-        KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, True, BULK, 2,
+        mixed, top, total, q, position, all_to, end, table, keys, values,
+        scale, softcap, window, key_block_stride, value_block_stride,
+        KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, True, 2,
     )  # fmt: skip
 
     at = (first_token + index) * out_token_stride + member * out_head_stride

@@ -51,8 +51,9 @@ class Capacity:
                 amount, unit = float(match[1]), match[2]
                 if unit == "%" and 0 < amount <= 100:
                     return cls(amount, "percent")
-                if unit.lower().rstrip("s") in ("block", "token") and amount >= 1 and amount == int(amount):
-                    return cls(amount, unit.lower().rstrip("s") + "s")
+                counted = unit.lower().removesuffix("s") + "s"
+                if counted in ("blocks", "tokens") and amount >= 1 and amount == int(amount):
+                    return cls(amount, counted)
                 if unit.upper() in _UNITS and amount > 0:
                     return cls(amount * _UNITS[unit.upper()], "bytes")
         raise ConfigError.unknown("capacity", text, _KNOWN)
@@ -96,7 +97,9 @@ class KVLayout:
         # Each head's run starts at a multiple of its own length and of 16 elements, so that any view of the pool as
         # rows of one head stays exact and vector loads stay aligned.
         unit = math.lcm(16, *(self.block_size * d for s in self.layers for d in (s.key_dim, s.value_dim)))
-        keys, values, at = [], [], 0
+        keys: list[int] = []
+        values: list[int] = []
+        at = 0
         for shape in self.layers:
             for offsets, dim in ((keys, shape.key_dim), (values, shape.value_dim)):
                 at = round_up(at, self.block_size * dim)

@@ -16,10 +16,7 @@ class GrowingBacking(Backing):
         self.reserved = capacity_bytes
         self._device = device
         self._bytes = torch.zeros(0, dtype=torch.uint8, device=device)
-
-    @property
-    def committed(self) -> int:
-        return self._bytes.numel()
+        self.committed = 0
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -36,12 +33,14 @@ class GrowingBacking(Backing):
                 continue
             larger[:have] = self._bytes
             self._bytes = larger
+            self.committed = size
             return True
         return False
 
     def shrink(self, nbytes: int) -> None:
         if nbytes < self.committed:
             self._bytes = self._bytes[:nbytes].clone()
+            self.committed = nbytes
 
     def close(self) -> None:
-        self._bytes = self._bytes[:0].clone()
+        self.shrink(0)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import torch
 
 from flatbed.memory.capacity import round_up
 from flatbed.memory.pool import Backing
+
+# Without it the kernel counts the whole reservation against what it may promise, and a later fork fails. Python's mmap has
+# the name from 3.13 on; the value is Linux's.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 # Memory is counted as committed, and given back, in steps of this many bytes.
 CHUNK = 2 << 20
@@ -26,8 +32,7 @@ class HostBacking(Backing):
 
     def __init__(self, capacity_bytes: int) -> None:
         self.reserved = round_up(capacity_bytes, CHUNK)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._map = mmap.mmap(-1, self.reserved, flags=flags)
+        self._map = mmap.mmap(-1, self.reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.committed = 0
 
@@ -46,8 +51,11 @@ class HostBacking(Backing):
             self.committed = keep
 
     def close(self) -> None:
-        # The mapping itself goes when the last tensor over it does; its pages go now.
         self.shrink(0)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        # A tensor over the mapping that somebody still holds keeps its addresses; the pages have gone already.
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 def free_bytes() -> int:

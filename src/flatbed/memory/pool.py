@@ -145,7 +145,7 @@ class Pool:
         size = self.layout.block_bytes
         return buffer[: buffer.numel() // size * size].view(-1, size)
 
-    def report(self, held: int, peak_held: int) -> MemoryReport:
+    def report(self, held: int, peak_held: int, graph_bytes: int = 0) -> MemoryReport:
         """Bytes, for `held` blocks of running requests now and `peak_held` at most."""
         size = self.layout.block_bytes
         return MemoryReport(
@@ -154,6 +154,7 @@ class Pool:
             committed=self._backing.committed,
             live=held * size,
             peak=peak_held * size,
+            graphs=graph_bytes,
         )
 
     def close(self) -> None:

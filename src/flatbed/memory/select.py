@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flatbed.memory import host
+from flatbed.memory.elastic import ElasticBacking, availability
 from flatbed.memory.growing import GrowingBacking
 from flatbed.memory.pool import Backing
 
@@ -13,6 +14,8 @@ def make_backing(capacity_bytes: int, device: torch.device) -> Backing:
     """Memory for a pool of `capacity_bytes` on `device`, committed as it is used."""
     if device.type == "cpu":
         return host.HostBacking(capacity_bytes)
+    if device.type == "cuda" and availability(device)[0]:
+        return ElasticBacking(capacity_bytes, device)
     return GrowingBacking(capacity_bytes, device)
 
 

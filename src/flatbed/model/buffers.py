@@ -27,6 +27,15 @@ class StepInputs:
     batch: Batch
 
 
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of `values` on the device. To CUDA it goes through pinned memory, and the CPU does not wait for it."""
+    if device.type != "cuda":
+        return torch.from_numpy(values).to(device)
+    pinned = torch.empty(values.shape, dtype=torch.from_numpy(values[:0]).dtype, pin_memory=True)
+    pinned.numpy()[...] = values
+    return pinned.to(device, non_blocking=True)
+
+
 def step_inputs(plan: BatchPlan, last_tokens: torch.Tensor, block_size: int, device: torch.device) -> StepInputs:
     """Tensors for `plan`. `last_tokens` [rows] on the device holds the token that each decoding row computes next."""
     decodes = len(plan.rows)
@@ -47,15 +56,15 @@ def step_inputs(plan: BatchPlan, last_tokens: torch.Tensor, block_size: int, dev
     slot_offsets = positions % block_size
 
     prompt_tokens = np.array([t for c in chunks for t in c.tokens], np.int64)
-    upload = [positions, slot_blocks, slot_offsets]
-    positions_t, blocks_t, offsets_t = torch.from_numpy(np.stack(upload)).to(device)
-    ids = torch.from_numpy(prompt_tokens).to(device)
-    if decodes:
-        ids = torch.cat([last_tokens[torch.from_numpy(rows[:decodes]).to(device)], ids])
     sampled = np.concatenate([np.arange(decodes), starts[1:][decodes:][[c.last for c in chunks]] - 1])
+    parts = (positions, slot_blocks, slot_offsets, prompt_tokens, rows[:decodes], sampled.astype(np.int64))
+    sent = upload(np.concatenate(parts), device).split([len(part) for part in parts])
+    positions_t, blocks_t, offsets_t, ids, decode_rows, logits_at = sent
+    if decodes:
+        ids = torch.cat([last_tokens[decode_rows], ids])
     return StepInputs(
         input_ids=ids[None],
         position_ids=positions_t[None],
-        logits_at=torch.from_numpy(sampled.astype(np.int64)).to(device),
+        logits_at=logits_at,
         batch=Batch(decodes, starts, lengths, tables, blocks_t, offsets_t, device),
     )

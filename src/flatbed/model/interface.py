@@ -1,7 +1,7 @@
 """The attention function that Transformers' models call: finds the layer, writes its K/V, attends over the pool.
 
-It is registered under the name `flatbed`; each attention module of a shadow carries a `Slot` that says which layer it is and
-which session it belongs to. Nothing travels through the model's keyword arguments, which some models drop.
+It is registered under the name `flatbed`; each attention module of a shadow carries a `Slot` that says which layer it
+is and which session it belongs to. Nothing travels through the model's keyword arguments, which some models drop.
 """
 
 from __future__ import annotations
@@ -57,7 +57,19 @@ class Session:
     def __init__(self) -> None:
         self.backend: AttentionBackend | None = None
         self.layers: tuple[LayerCache, ...] = ()
+        self.slot_blocks = self.slot_offsets = torch.empty(0)
         self.probed: list[LayerCall] | None = None
+
+    def begin(
+        self,
+        backend: AttentionBackend,
+        layers: tuple[LayerCache, ...],
+        slot_blocks: torch.Tensor,
+        slot_offsets: torch.Tensor,
+    ) -> None:
+        """Sets what the layers of one forward pass use."""
+        self.backend, self.layers = backend, layers
+        self.slot_blocks, self.slot_offsets = slot_blocks, slot_offsets
 
     def attend(
         self, layer: int, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -68,6 +80,27 @@ class Session:
         cache = self.layers[layer]
         self.backend.write(cache, key, value)
         return self.backend.attend(cache, spec, query, key, value)
+
+    def rotate_and_attend(
+        self,
+        layer: int,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        gains: tuple[torch.Tensor, torch.Tensor, float] | None,
+    ) -> torch.Tensor:
+        """`attend` for query, key and value [T, heads * dim] that are not rotated yet: rotary embedding and write in one."""
+        from flatbed.model.fused_ops import rotate_write
+
+        if self.backend is None:
+            raise RuntimeError("the shadow model was called outside of the engine")
+        cache = self.layers[layer]
+        rotated = rotate_write(query, key, value, cos, sin, cache, self.slot_blocks, self.slot_offsets, gains)
+        heads = (len(key), cache.key.shape[1], -1)
+        return self.backend.attend(cache, spec, rotated, key.view(heads), value.view(heads))
 
 
 def attention(
@@ -136,7 +169,8 @@ def probe(shadow: nn.Module, forward: Callable[[], object]) -> tuple[Session, li
     for a module that is called more than once, or when no attention was seen at all.
     """
     session = Session()
-    session.probed = calls = []
+    calls: list[LayerCall] = []
+    session.probed = calls
     _probing.set(session)
     forward()
     if not calls:
@@ -147,6 +181,12 @@ def probe(shadow: nn.Module, forward: Callable[[], object]) -> tuple[Session, li
         call.module.__dict__[_SLOT] = Slot(layer, session)
     session.probed = None
     return session, calls
+
+
+def slot_of(module: nn.Module) -> int | None:
+    """The layer that an attention module of a shadow was given, or None."""
+    slot: Slot | None = getattr(module, _SLOT, None)
+    return None if slot is None else slot.layer
 
 
 AttentionInterface.register(NAME, attention)

@@ -16,8 +16,9 @@ from torch import nn
 from flatbed.attention.base import AttentionBackend
 from flatbed.errors import UnsupportedModelError
 from flatbed.memory.capacity import LayerShape
-from flatbed.memory.pool import Pool
-from flatbed.model.buffers import step_inputs
+from flatbed.memory.pool import LayerCache, Pool
+from flatbed.model.buffers import step_inputs, upload
+from flatbed.model.fusions import fuse
 from flatbed.model.interface import NAME, probe
 from flatbed.model.shadow import Identity, make_shadow, unwrap
 from flatbed.scheduling.plan import BatchPlan
@@ -32,13 +33,14 @@ class ModelRunner:
     Attributes:
         layers: K/V shape of each attention layer, in order.
         kv_dtype: dtype of keys and values.
+        fusions: how many modules each fusion replaced.
         device: of the model's parameters.
         vocab_size: token ids are below this.
         max_positions: the most tokens a sequence may have, or None where the model sets no limit.
     """
 
     def __init__(self, model: nn.Module, max_rows: int) -> None:
-        self.model = unwrap(model)
+        self.model: Any = unwrap(model)
         _refuse_unsupported(self.model)
         self.device = next(self.model.parameters()).device
         self.identity = Identity(self.model)
@@ -48,38 +50,73 @@ class ModelRunner:
         self._pool: Pool | None = None
         self._backend: AttentionBackend | None = None
         self.make_shadow()
-        text = _text_config(self.model)
-        self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
-        self.max_positions = _max_positions(text)
-        # The token each row computes next; written by the sampler of one step, read by the next step.
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
+        # The token each row computes next; written by the sampler of one step, read by the next step. The last one
+        # belongs to no sequence: rows of a graph that have nothing to do use it.
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
 
     def make_shadow(self) -> None:
         """A new shadow, after the user's model was moved, converted or had modules replaced."""
         self.device = next(self.model.parameters()).device
-        self.shadow = make_shadow(self.model, NAME)
-        parameters = inspect.signature(self.shadow.forward).parameters
-        self._selects_logits = "logits_to_keep" in parameters
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        with torch.inference_mode():
-            self._session, calls = probe(self.shadow, lambda: self._call(one, one, one[0]))
+        try:
+            self.shadow = make_shadow(self.model, NAME)
+            self.fusions = fuse(self.shadow)
+            parameters = inspect.signature(self.shadow.forward).parameters
+            self._selects_logits = "logits_to_keep" in parameters
+            with torch.inference_mode():
+                self._session, calls = probe(self.shadow, lambda: self._call(one, one, one[0]))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{type(self.model).__name__} cannot be run by Flatbed: {error}") from error
         layers = tuple(call.shape for call in calls)
         if self.layers and layers != self.layers:
             raise UnsupportedModelError("the model's attention layers changed; build a new engine")
         self.layers = layers
+        self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        self.max_positions = _max_positions(_text_config(self.model))
         self.kv_dtype = calls[0].dtype
         if any(call.dtype != self.kv_dtype for call in calls):
             raise UnsupportedModelError(f"{type(self.model).__name__} has keys of several dtypes")
+        self._calls = calls
         if self._pool is not None and self._backend is not None:
             self.bind(self._pool, self._backend)
 
     def bind(self, pool: Pool, backend: AttentionBackend) -> None:
         """Attends over this pool from now on."""
         self._pool, self._backend = pool, backend
-        self._session.backend = backend
+        if backend.reads_pool and self.device.type == "cuda":
+            from flatbed.model.fused_decoder import fuse_decoder
+
+            self.fusions["decoder-layer"] = fuse_decoder(self.shadow, self._session, self._calls)
+
+    def unbind(self) -> None:
+        """Lets go of the pool."""
+        self._pool = self._backend = self._session.backend = None
+        self._session.layers = ()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of the pool."""
+        assert self._pool is not None, "bind() comes first"
+        return self._pool.layout.block_size
+
+    @property
+    def pool_layers(self) -> tuple[LayerCache, ...]:
+        """The pool as each layer sees it; the same object for as long as addresses stay."""
+        assert self._pool is not None, "bind() comes first"
+        return self._pool.layers
+
+    def decode_graphs(self) -> Any:
+        """Decode graphs of this shadow over the pool; none is captured yet."""
+        from flatbed.model.graphs import DecodeGraphs
+
+        return DecodeGraphs(self._call, self._session, self.last_tokens, self.block_size)
+
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        """A copy of `values` on the device that the CPU does not wait for."""
+        return upload(values, self.device)
 
     def forward(self, plan: BatchPlan) -> torch.Tensor:
-        """Runs a plan: K/V of its tokens are in the pool afterwards. Returns float32 logits [samples, vocabulary]."""
+        """Runs a plan: K/V of its tokens are in the pool afterwards. Returns logits [samples, vocabulary], as the model makes them."""
         assert self._pool is not None, "bind() comes first"
         assert self._backend is not None, "bind() comes first"
         with torch.inference_mode():
@@ -87,14 +124,14 @@ class ModelRunner:
                 self._pool.clear(plan.reused)
             self._pool.copy(plan.copies)
             inputs = step_inputs(plan, self.last_tokens, self._pool.layout.block_size, self.device)
-            self._session.layers = self._pool.layers
+            self._session.begin(self._backend, self._pool.layers, inputs.batch.slot_blocks, inputs.batch.slot_offsets)
             self._backend.begin(inputs.batch, self._pool.layout.block_size)
-            return self._call(inputs.input_ids, inputs.position_ids, inputs.logits_at).float()
+            return self._call(inputs.input_ids, inputs.position_ids, inputs.logits_at)
 
     def feed(self, plan: BatchPlan, tokens: torch.Tensor) -> None:
         """Gives the sampled tokens [samples] to the rows they were sampled for."""
-        rows = np.concatenate([plan.rows, np.array([c.row for c in plan.chunks if c.last], np.int32)])
-        self.last_tokens[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = tokens
+        rows, _ = plan.sampled_rows()
+        self.last_tokens[self.upload(rows.astype(np.int64))] = tokens
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor) -> torch.Tensor:
         kwargs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
@@ -105,7 +142,7 @@ class ModelRunner:
         return self.shadow(**kwargs).logits[0, logits_at]
 
 
-def _refuse_unsupported(model: nn.Module) -> None:
+def _refuse_unsupported(model: Any) -> None:
     name = type(model).__name__
     config = getattr(model, "config", None)
 
@@ -118,10 +155,10 @@ def _refuse_unsupported(model: nn.Module) -> None:
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder; Flatbed runs decoders")
     inner = getattr(model, "get_base_model", lambda: model)()
+    if getattr(inner, "_is_stateful", False):
+        refuse("it keeps a recurrent state; Flatbed keeps K/V")
     if not getattr(inner, "_supports_attention_backend", False):
         refuse("its attention does not go through Transformers' attention interface")
-    if getattr(inner, "_is_stateful", False):
-        refuse("it keeps a recurrent state beside K/V")
     kinds = set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS
     if kinds:
         refuse(f"it has layers of kind {', '.join(sorted(kinds))}; Flatbed has {', '.join(sorted(_KV_LAYERS))}")
@@ -136,7 +173,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
         refuse("its weights are not loaded (they are on the meta device)")
 
 
-def _text_config(model: nn.Module) -> Any:
+def _text_config(model: Any) -> Any:
     config = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 

@@ -1,9 +1,9 @@
 """Transformers' `GenerationConfig` → `SamplingParams`, in one place.
 
-What the sampler does for all rows at once (temperature, top-k, top-p, min-p, repetition penalty) is translated field by field.
-A config that asks for more (n-gram blocking, suppressed tokens, typical-p, ...) brings Transformers' own processors along,
-which the sampler then applies to that request's row. What generation by sampling cannot do (beams, contrastive search, ...)
-is refused by name.
+What the sampler does for all rows at once (temperature, top-k, top-p, min-p, repetition penalty) is translated field
+by field. A config that asks for more (n-gram blocking, suppressed tokens, typical-p, ...) brings Transformers' own
+processors along, which the sampler then applies to that request's row. What generation by sampling cannot do (beams,
+contrastive search, ...) is refused by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
 
 from flatbed.errors import ConfigError
 from flatbed.request import SamplingParams
@@ -54,7 +53,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
 _DEFAULT_NEW_TOKENS = 20
 
 
-def merged(config: Any, model: nn.Module) -> Any:
+def merged(config: Any, model: Any) -> Any:
     """`config` as `model.generate(generation_config=config)` would read it: unset fields come from the model's generation
     config, then from Transformers' defaults. A copy; both originals are only read."""
     prepared = copy.deepcopy(config)
@@ -66,7 +65,7 @@ def merged(config: Any, model: nn.Module) -> Any:
 
 
 def from_generation_config(
-    config: Any, model: nn.Module, *, prompt_length: int, longest: int, logprobs: bool = False
+    config: Any, model: Any, *, prompt_length: int, longest: int, logprobs: bool = False
 ) -> SamplingParams:
     """`config` for one prompt of `prompt_length` tokens. Unset fields are off; see `merged` for generate's defaults.
 
@@ -75,7 +74,10 @@ def from_generation_config(
 
     Raises ConfigError naming the field, for what cannot be had.
     """
-    get = lambda name: getattr(config, name, None)  # noqa: E731  (fields come and go between versions)
+
+    def get(name: str) -> Any:
+        return getattr(config, name, None)  # fields come and go between versions
+
     for name, off, what in _REFUSED:
         if get(name) not in (None, off):
             raise ConfigError(f"generation_config.{name}={get(name)!r} asks for {what}, which Flatbed does not do")
@@ -111,7 +113,7 @@ def from_generation_config(
 class _Processors:
     """Builds Transformers' processors for one prompt, as `generate` would."""
 
-    def __init__(self, config: Any, model: nn.Module) -> None:
+    def __init__(self, config: Any, model: Any) -> None:
         self._config = copy.deepcopy(config)
         self._model = model
 
@@ -120,7 +122,7 @@ class _Processors:
         config = copy.deepcopy(self._config)
         eos = _ids(config.eos_token_id)
         config._eos_token_tensor = torch.tensor(eos, device=device) if eos else None
-        if config.max_length is None and config.max_new_tokens is not None:
+        if config.max_new_tokens is not None:  # as in `generate`, it goes before max_length
             config.max_length = prompt_length + config.max_new_tokens
         if getattr(config, "num_beams", None) is None:
             config.num_beams = 1
@@ -129,7 +131,7 @@ class _Processors:
         )
 
 
-def eos_token_ids(model: nn.Module, tokenizer: Any | None) -> tuple[int, ...]:
+def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     """The tokens that end a completion: the model's generation config, else its config, else the tokenizer."""
     for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         ids = _ids(getattr(holder, "eos_token_id", None))

@@ -44,6 +44,24 @@ class Sampled:
     raw_logprobs: torch.Tensor | None = None
 
 
+@dataclass
+class DeviceParameters:
+    """Parameters of a step's rows for sampling on the device.
+
+    Attributes:
+        temperature, uniform: float32 [n].
+        simple: sampling/device.py can do all of them.
+        needs_history: a row's next token depends on the values of its earlier ones beyond the model's own context.
+        wanted: a row asks for log-probabilities.
+    """
+
+    temperature: np.ndarray
+    uniform: np.ndarray
+    simple: bool
+    needs_history: bool
+    wanted: bool
+
+
 class Sampler:
     """Holds the parameters of up to `rows` running sequences and draws their tokens."""
 
@@ -82,8 +100,7 @@ class Sampler:
 
     def sample(self, plan: BatchPlan, logits: torch.Tensor) -> Sampled:
         """float32 logits [samples, vocabulary] of the plan's sampled sequences → tokens. `logits` may be overwritten."""
-        last = [c for c in plan.chunks if c.last]
-        rows = np.concatenate([plan.rows, np.array([c.row for c in last], np.int32)])
+        rows, positions = plan.sampled_rows()
         if not len(rows):
             empty = torch.empty(0, dtype=torch.int64, device=logits.device)
             return Sampled(empty, empty.bool())
@@ -103,17 +120,37 @@ class Sampler:
         drawn = np.flatnonzero(sampling)
         if len(drawn):
             at = self._index(drawn)
-            positions = np.concatenate([plan.positions, np.array([c.end - 1 for c in last], np.int64)])
             kept = self._truncate(scores[at], rows[drawn])
             scores[at] = kept
-            numbers = positions[drawn] + 1 - self._prompt[rows[drawn]]
-            u = uniform(self._seed[rows[drawn]], self._sample[rows[drawn]], numbers)
+            u = self._uniform(rows[drawn], positions[drawn])
             tokens[at] = _draw(kept.softmax(-1), torch.from_numpy(u).to(logits.device))
         result = Sampled(tokens, finite)
         if wanted:
             result.logprobs = _logprob(scores, tokens)
             result.raw_logprobs = _logprob(raw, tokens)
         return result
+
+    def _uniform(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The random number of the token sampled at each row's position, float64 [n]."""
+        numbers = positions + 1 - self._prompt[rows]
+        return uniform(self._seed[rows], self._sample[rows], numbers)
+
+    def device_parameters(self, rows: np.ndarray, positions: np.ndarray) -> DeviceParameters:
+        """What sampling on the device needs for these rows, and whether it can do them."""
+        temperature = self._temperature[rows]
+        draws = temperature > 0
+        history = (self._penalty[rows] != 1) | self._special[rows]
+        truncated = draws & ((self._top_k[rows] > 0) | (self._top_p[rows] < 1) | (self._min_p[rows] > 0))
+        u = np.zeros(len(rows), np.float32)
+        if draws.any():
+            u = np.where(draws, self._uniform(rows, positions), 0).astype(np.float32)
+        return DeviceParameters(
+            temperature=temperature,
+            uniform=u,
+            simple=not (history.any() or truncated.any()),
+            needs_history=bool(history.any()),
+            wanted=bool(self._logprobs[rows].any()),
+        )
 
     def _index(self, rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(rows.astype(np.int64)).to(self._device)

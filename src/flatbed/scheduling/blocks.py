@@ -37,13 +37,13 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.watermark = 0
-        self._touched = 0  # the highest watermark there ever was
+        self.touched = 0  # the highest watermark there ever was
         self.peak_held = 0
         self.refs: list[int] = []
         self.reused: list[int] = []  # blocks handed out that held other tokens before; their reader empties it
         self._free: list[int] = []
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._grow = grow
+        self.grow = grow
         # Set by the prefix cache: is a block's content worth keeping, and forget it when the block is evicted.
         self.is_cached: Callable[[int], bool] = lambda block: False
         self.on_evict: Callable[[int], None] = lambda block: None
@@ -76,13 +76,13 @@ class BlockPool:
             block, _ = self._idle.popitem(last=False)
             self.on_evict(block)
             self.reused.append(block)
-        elif self.watermark < self.num_blocks and self._grow(self.watermark + 1):
+        elif self.watermark < self.num_blocks and self.grow(self.watermark + 1):
             block = self.watermark
             self.watermark += 1
             self.refs.append(0)
-            if block < self._touched:  # memory may have kept it: what lies above a trimmed watermark goes by chunk
+            if block < self.touched:  # memory may have kept it: what lies above a trimmed watermark goes by chunk
                 self.reused.append(block)
-            self._touched = max(self._touched, self.watermark)
+            self.touched = max(self.touched, self.watermark)
         else:
             return None
         self.refs[block] = 1
@@ -136,7 +136,7 @@ class BlockPool:
         held = {block for block, refs in enumerate(self.refs) if refs > 0}
         assert len(self.refs) == self.watermark <= self.num_blocks, "watermark beyond the pool"
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & idle or free & held or idle & held), "a block is in two states"
+        assert len(free) + len(idle) + len(held) == len(free | idle | held), "a block is in two states"
         assert free | idle | held == set(range(self.watermark)), "a block is lost"
         assert all(refs >= 0 for refs in self.refs), "negative reference count"
         assert all(self.is_cached(block) for block in idle), "an idle block that nothing remembers"

@@ -157,6 +157,16 @@ class BatchPlan:
         """The sequences that get a token from this step, in the order of their logits."""
         return self.sequences + [c.sequence for c in self.chunks if c.last]
 
+    def sampled_rows(self) -> tuple[Ints, Ints]:
+        """Rows of `sampled`, and the position that each token is sampled at, int32 [samples]."""
+        last = [c for c in self.chunks if c.last]
+        if not last:
+            return self.rows, self.positions
+        return (
+            np.concatenate([self.rows, np.array([c.row for c in last], np.int32)]),
+            np.concatenate([self.positions, np.array([c.end - 1 for c in last], np.int32)]),
+        )
+
     @property
     def request_ids(self) -> list[str]:
         """Every request in the batch, once."""

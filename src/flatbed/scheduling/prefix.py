@@ -6,9 +6,9 @@ again::
 
       root ──[t0..t3]──▶ link 7 (block 2) ──[t4..t7]──▶ link 9 (block 5) ──[t8 t9]──▶ tail: block 6, 2 tokens
 
-A *tail* is the unfinished last block of a whole prompt. A twin (the same prompt again) copies it instead of computing it;
-its full blocks are shared. Of a prompt of P tokens, tokens 0 .. P-2 can come from here; the last one is always computed,
-because its logits are needed.
+A *tail* is the unfinished last block of a whole prompt. A twin (the same prompt again) copies it instead of computing
+it; its full blocks are shared. Of a prompt of P tokens, tokens 0 .. P-2 can come from here; the last one is always
+computed, because its logits are needed.
 """
 
 from __future__ import annotations

@@ -185,6 +185,22 @@ class Scheduler:
             self.finish(sequence, "error")
         return ended
 
+    def successor(self) -> Scheduler:
+        """An empty scheduler over the same memory, for when this one was interrupted in the middle of its books."""
+        pool = self.pool
+        fresh = Scheduler(
+            pool.num_blocks,
+            self.block_size,
+            token_budget=self.token_budget,
+            max_requests=self.max_running,
+            prefill_first=self.prefill_first,
+            prefix_cache=self.prefix.enabled,
+            grow=pool.grow,
+        )
+        fresh.pool.touched, fresh.pool.peak_held = max(pool.touched, pool.watermark), pool.peak_held
+        fresh.preemptions, fresh.step = self.preemptions, self.step
+        return fresh
+
     @property
     def running(self) -> int:
         return len(self._running)

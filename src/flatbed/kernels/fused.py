@@ -1,0 +1,170 @@
+"""Triton kernels that fuse what stands between the matrix products of a decoder layer.
+
+::
+
+      x, residual ─▶ add_norm ─▶ products (q, k, v) ─▶ rotate_write ─▶ attention ─▶ o_proj ─┐
+                       ▲                               (K, V → pool)                        │
+                       │                                                                    ▼
+      next layer ◀─ down_proj ◀─ gated (silu(gate) * up, both products) ◀──────────────── add_norm
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm_kernel(
+    x, residual, weight, out, residual_out, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """residual_out = residual + x; out = weight * residual_out / rms(residual_out). A program per row of `size`.
+
+    Rounded where LlamaRMSNorm rounds: the sum, the normalised value and the product are each in the input's dtype.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    value = tl.load(x + row * size + at, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        value = (value.to(tl.float32) + tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)).to(
+            x.dtype.element_ty
+        )
+        tl.store(residual_out + row * size + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    normed = (wide * scale).to(x.dtype.element_ty).to(tl.float32)
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, (normed * gain).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rotate_write_kernel(
+    query, key, value, cos, sin, query_gain, key_gain, query_out, key_pool, value_pool, slot_blocks, slot_offsets,
+    query_stride, key_stride, value_stride, cos_stride, out_stride, key_block_stride, value_block_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr
+):  # fmt: skip
+    """Rotary embedding of q and k (after an RMSNorm of each head when NORM), K and V into the pool.
+
+    A program per (token, head), heads counted q, then k, then v. The two halves of a head are rotated against each other::
+
+        out[:half] = a cos - b sin        out[half:] = b cos + a sin        (a, b the halves; cos, sin by position)
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half = DIM // 2
+    at = tl.arange(0, HALF_PAD)
+    inside = at < half
+    block = tl.load(slot_blocks + token).to(tl.int64)
+    slot = tl.load(slot_offsets + token).to(tl.int64)
+    if head < HEADS + KV_HEADS:
+        is_query = head < HEADS
+        if is_query:
+            source = query + token * query_stride + head * DIM
+            gain = query_gain
+        else:
+            source = key + token * key_stride + (head - HEADS) * DIM
+            gain = key_gain
+        dtype = query.dtype.element_ty
+        a = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / DIM + eps)
+            a = (a * scale).to(dtype).to(tl.float32) * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+            b = (b * scale).to(dtype).to(tl.float32) * tl.load(gain + half + at, mask=inside, other=0.0).to(tl.float32)
+            a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+        c = tl.load(cos + token * cos_stride + at, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * cos_stride + at, mask=inside, other=0.0).to(tl.float32)
+        low, high = a * c - b * s, b * c + a * s
+        if is_query:
+            out = query_out + token * out_stride + head * DIM
+            tl.store(out + at, low.to(dtype), mask=inside)
+            tl.store(out + half + at, high.to(dtype), mask=inside)
+        elif block >= 0:
+            out = key_pool + block * key_block_stride + ((head - HEADS) * BLOCK_SIZE + slot) * DIM
+            tl.store(out + at, low.to(key_pool.dtype.element_ty), mask=inside)
+            tl.store(out + half + at, high.to(key_pool.dtype.element_ty), mask=inside)
+    elif block >= 0:
+        kv_head = head - HEADS - KV_HEADS
+        source = value + token * value_stride + kv_head * DIM
+        out = value_pool + block * value_block_stride + (kv_head * BLOCK_SIZE + slot) * DIM
+        a = tl.load(source + at, mask=inside, other=0.0)
+        b = tl.load(source + half + at, mask=inside, other=0.0)
+        tl.store(out + at, a.to(value_pool.dtype.element_ty), mask=inside)
+        tl.store(out + half + at, b.to(value_pool.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+    """out = silu(gate) * up, elementwise over `count` numbers; rounded after silu, as torch does."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    tl.store(out + at, ((g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32) * u).to(dtype), mask=inside)
+
+
+@triton.jit
+def products_kernel(
+    x, weight0, weight1, weight2, bias0, bias1, bias2, out, rows, size, width0, width1, width2, tiles0, tiles1,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """out [rows, width0 + width1 + width2] = x [rows, size] times each weight [width_i, size], transposed, plus bias_i.
+
+    For few rows: all rows in one tile, so that every weight is read once. A program per tile of one weight's rows; the
+    three weights stay where they are.
+    """
+    tile = tl.program_id(0)
+    if tile < tiles0:
+        weight, bias, width, start, first = weight0, bias0, width0, tile * TILE, 0
+    elif tile < tiles0 + tiles1:
+        weight, bias, width, start, first = weight1, bias1, width1, (tile - tiles0) * TILE, width0
+    else:
+        weight, bias, width, start, first = weight2, bias2, width2, (tile - tiles0 - tiles1) * TILE, width0 + width1
+    row = tl.arange(0, ROWS)
+    column = start + tl.arange(0, TILE)
+    depth = tl.arange(0, DEPTH)
+    in_rows, in_columns = row < rows, column < width
+    total = tl.zeros((ROWS, TILE), tl.float32)
+    for k in range(0, size, DEPTH):
+        in_depth = k + depth < size
+        w = tl.load(
+            weight + column[:, None].to(tl.int64) * size + (k + depth)[None, :],
+            mask=in_columns[:, None] & in_depth[None, :], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            x + row[:, None] * size + (k + depth)[None, :], mask=in_rows[:, None] & in_depth[None, :], other=0.0
+        )
+        total += tl.dot(v, tl.trans(w))
+    if BIAS:
+        total += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    all_columns = width0 + width1 + width2
+    where = out + row[:, None] * all_columns + first + column[None, :]
+    tl.store(where, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit
+def gated_kernel(
+    x, gate_weight, up_weight, out, rows, size, width, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """out [rows, width] = silu(x times gate_weight transposed) * (x times up_weight transposed), for few rows."""
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    in_rows, in_columns = row < rows, column < width
+    gate = tl.zeros((ROWS, TILE), tl.float32)
+    up = tl.zeros((ROWS, TILE), tl.float32)
+    for k in range(0, size, DEPTH):
+        in_depth = k + depth < size
+        place = column[:, None].to(tl.int64) * size + (k + depth)[None, :]
+        inside = in_columns[:, None] & in_depth[None, :]
+        v = tl.load(
+            x + row[:, None] * size + (k + depth)[None, :], mask=in_rows[:, None] & in_depth[None, :], other=0.0
+        )
+        gate += tl.dot(v, tl.trans(tl.load(gate_weight + place, mask=inside, other=0.0)))
+        up += tl.dot(v, tl.trans(tl.load(up_weight + place, mask=inside, other=0.0)))
+    dtype = out.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    where = out + row[:, None] * width + column[None, :]
+    tl.store(where, (gate * up).to(dtype), mask=in_rows[:, None] & in_columns[None, :])

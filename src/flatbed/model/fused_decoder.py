@@ -1,0 +1,200 @@
+"""A whole decoder of the Llama kind through fused kernels: 9 launches a layer instead of about 40.
+
+A decoder is recognised by its code, not by its name: each of its classes must have a forward whose body is the same as that
+of a class we know (Llama, Qwen2, Qwen3, Mistral, as installed), its parts must be plain, and nobody may have hooked into
+them. Everything else runs as its model wrote it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from flatbed.attention.base import AttentionSpec
+from flatbed.model.interface import LayerCall, Session, slot_of
+
+# Role → classes whose forward we know, as module and class name.
+_KNOWN: dict[str, tuple[tuple[str, str], ...]] = {
+    "model": (
+        ("llama", "LlamaModel"),
+        ("qwen2", "Qwen2Model"),
+        ("qwen3", "Qwen3Model"),
+        ("mistral", "MistralModel"),
+    ),
+    "layer": (("llama", "LlamaDecoderLayer"), ("qwen2", "Qwen2DecoderLayer"), ("mistral", "MistralDecoderLayer")),
+    "attention": (
+        ("llama", "LlamaAttention"),
+        ("qwen2", "Qwen2Attention"),
+        ("mistral", "MistralAttention"),
+        ("qwen3", "Qwen3Attention"),
+    ),
+    "mlp": (("llama", "LlamaMLP"),),
+    "norm": (("llama", "LlamaRMSNorm"),),
+}
+
+
+@functools.cache
+def _body(kind: type) -> str:
+    """The forward of a class as text: no decorators, annotations, docstrings or comments."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))  # type: ignore[attr-defined]
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef), "a method is a function"
+    statements = function.body
+    first = statements[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        statements = statements[1:]
+    text = []
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.AnnAssign):
+                node.annotation = ast.Constant(None)
+        text.append(ast.unparse(statement))
+    return "\n".join(text)
+
+
+@functools.cache
+def _known_bodies(role: str) -> frozenset[str]:
+    import importlib
+
+    bodies = set()
+    for module, name in _KNOWN[role]:
+        try:
+            kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+            bodies.add(_body(kind))
+        except (ImportError, AttributeError, OSError):  # this Transformers does not have it, or not its source
+            continue
+    return frozenset(bodies)
+
+
+def _knows(role: str, module: nn.Module) -> bool:
+    if "forward" in module.__dict__ or _hooked(module):
+        return False
+    try:
+        return _body(type(module)) in _known_bodies(role)
+    except (OSError, TypeError, SyntaxError):  # no source to look at
+        return False
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _plain_linear(module: Any, *, bias: bool | None = None) -> bool:
+    return (
+        type(module) is nn.Linear
+        and "forward" not in module.__dict__
+        and not _hooked(module)
+        and module.weight.is_contiguous()
+        and (bias is None or (module.bias is not None) == bias)
+    )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The modules of one decoder layer, and what its attention is. Tensors are read from the modules at each call, so
+    that replaced parameters are seen."""
+
+    before: Any
+    attention: Any
+    after: Any
+    mlp: Any
+    slot: int
+    spec: AttentionSpec
+
+
+class FusedDecoder:
+    """The forward of a recognised decoder."""
+
+    def __init__(self, model: Any, layers: list[_Layer], session: Session) -> None:
+        self._model = model
+        self._layers = layers
+        self._session = session
+
+    def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+        """input_ids, position_ids int64 [1, T] → hidden states [1, T, size]. Other arguments are those of a call
+        without cache and mask, and change nothing."""
+        from flatbed.model import fused_ops as ops
+
+        model, session = self._model, self._session
+        x = model.embed_tokens(input_ids)
+        cos, sin = model.rotary_emb(x, position_ids)
+        cos, sin = cos[0], sin[0]
+        x = x[0]
+        residual: torch.Tensor | None = None
+        for layer in self._layers:
+            attention, mlp = layer.attention, layer.mlp
+            x, residual = ops.add_norm(x, residual, layer.before.weight, layer.before.variance_epsilon)
+            query, key, value = ops.products(
+                x, (_linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.v_proj))
+            )
+            gains = None
+            if hasattr(attention, "q_norm"):
+                gains = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
+            mixed = session.rotate_and_attend(layer.slot, layer.spec, query, key, value, cos, sin, gains)
+            x = attention.o_proj(mixed.view(len(x), -1))
+            x, residual = ops.add_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
+            x = mlp.down_proj(ops.gated(x, _linear(mlp.gate_proj), _linear(mlp.up_proj)))
+        x, _ = ops.add_norm(x, residual, model.norm.weight, model.norm.variance_epsilon)
+        return BaseModelOutputWithPast(last_hidden_state=x[None])
+
+
+def _linear(module: nn.Linear) -> Any:
+    from flatbed.model.fused_ops import Linear
+
+    return Linear(module.weight, module.bias)
+
+
+def fuse_decoder(shadow: nn.Module, session: Session, calls: list[LayerCall]) -> int:
+    """Gives a recognised decoder inside the shadow the fused forward. Returns how many layers it has, or 0."""
+    model: Any = getattr(shadow, "model", None)
+    if model is None or not _knows("model", model) or not isinstance(getattr(model, "layers", None), nn.ModuleList):
+        return 0
+    if type(model.embed_tokens) is not nn.Embedding or not _knows("norm", model.norm):
+        return 0
+    layers = []
+    for module in model.layers:
+        layer = _recognise(module, calls)
+        if layer is None:
+            return 0
+        layers.append(layer)
+    if len(layers) != len(calls) or getattr(model.config, "num_hidden_layers", len(layers)) != len(layers):
+        return 0
+    decoder = FusedDecoder(model, layers, session)
+    model.__dict__["forward"] = types.MethodType(lambda _, *args, **kwargs: decoder(*args, **kwargs), model)
+    return len(layers)
+
+
+def _recognise(module: Any, calls: list[LayerCall]) -> _Layer | None:
+    if not _knows("layer", module):
+        return None
+    attention, mlp = module.self_attn, module.mlp
+    parts = ((attention, "attention"), (mlp, "mlp"), (module.input_layernorm, "norm"))
+    if not all(_knows(role, part) for part, role in (*parts, (module.post_attention_layernorm, "norm"))):
+        return None
+    if any(hasattr(attention, name) and not _knows("norm", getattr(attention, name)) for name in ("q_norm", "k_norm")):
+        return None
+    bias = attention.q_proj.bias is not None
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    if not all(_plain_linear(p, bias=bias) for p in projections) or not _plain_linear(attention.o_proj):
+        return None
+    if not all(_plain_linear(p, bias=False) for p in (mlp.gate_proj, mlp.up_proj)) or not _plain_linear(mlp.down_proj):
+        return None
+    if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return None
+    slot = slot_of(attention)
+    if slot is None:
+        return None
+    call = calls[slot]
+    dim = call.shape.key_dim
+    if call.shape.value_dim != dim or dim % 2 or call.spec.softcap is not None or call.spec.sinks is not None:
+        return None
+    return _Layer(module.input_layernorm, attention, module.post_attention_layernorm, mlp, slot, call.spec)

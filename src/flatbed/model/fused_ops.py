@@ -1,0 +1,120 @@
+"""The fused kernels as functions over tensors: shapes, launch sizes, and the plain torch route where a kernel does not pay.
+
+Sizes were measured on an H200 (benchmarks/NOTES.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from flatbed.kernels import fused as kernels
+from flatbed.memory.pool import LayerCache
+
+# Up to this many rows a product is bound by reading its weights, and our kernels read them once in one launch; beyond,
+# the vendor's matrix products are faster one by one.
+FEW_ROWS = 64
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Weight [out, in] and bias [out] (or None) of a product; the module's own tensors."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def _power_of_two(value: int, least: int = 1) -> int:
+    return max(least, 1 << (value - 1).bit_length())
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, size] (+ residual [T, size]) → (its RMSNorm times weight [size], the sum)."""
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    summed = x if residual is None else torch.empty_like(x)
+    block = _power_of_two(size)
+    kernels.add_norm_kernel[(rows,)](
+        x, x if residual is None else residual, weight, out, summed, size, eps,
+        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
+    return out, summed
+
+
+def rotate_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: LayerCache,
+    slot_blocks: torch.Tensor,
+    slot_offsets: torch.Tensor,
+    gains: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> torch.Tensor:
+    """Rotates query [T, heads * dim] and key [T, kv_heads * dim], stores key and value in the pool.
+
+    Args:
+        query, key, value: rows of one head after the other; any stride over tokens.
+        cos, sin: [T, dim], both halves alike.
+        gains: weights [dim] of the RMSNorm of each head of q and k, and its epsilon, where there is one.
+
+    Returns the rotated query [T, heads, dim]. A token whose slot block is negative is not stored.
+    """
+    tokens = query.shape[0]
+    _, kv_heads, block_size, dim = cache.key.shape
+    heads = query.shape[1] // dim
+    out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
+    query_gain, key_gain, eps = gains if gains is not None else (cos, cos, 0.0)
+    kernels.rotate_write_kernel[(tokens, heads + 2 * kv_heads)](
+        query, key, value, cos, sin, query_gain, key_gain, out, cache.key, cache.value, slot_blocks, slot_offsets,
+        query.stride(0), key.stride(0), value.stride(0), cos.stride(0), out.stride(0),
+        cache.key.stride(0), cache.value.stride(0), eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=_power_of_two(dim // 2), BLOCK_SIZE=block_size,
+        NORM=gains is not None, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def products(x: torch.Tensor, linears: tuple[Linear, Linear, Linear]) -> tuple[torch.Tensor, ...]:
+    """x [T, size] times each of three weights; [T, width_i] each (for few rows: parts of one tensor)."""
+    rows, size = x.shape
+    if rows > FEW_ROWS or x.dtype not in _HALF:
+        return tuple(F.linear(x, linear.weight, linear.bias) for linear in linears)
+    widths = [linear.weight.shape[0] for linear in linears]
+    out = torch.empty(rows, sum(widths), dtype=x.dtype, device=x.device)
+    tile = 16 if sum(widths) <= 4096 else 32
+    tiles = [-(-width // tile) for width in widths]
+    bias = all(linear.bias is not None for linear in linears)
+    kernels.products_kernel[(sum(tiles),)](
+        x, *(linear.weight for linear in linears), *(linear.bias if bias else x for linear in linears), out,
+        rows, size, *widths, tiles[0], tiles[1],
+        BIAS=bias, ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=128, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out.split(widths, dim=1)
+
+
+def gated(x: torch.Tensor, gate: Linear, up: Linear) -> torch.Tensor:
+    """silu(x gate) * (x up): x [T, size] → [T, width]. Neither product has a bias."""
+    rows, size = x.shape
+    width = gate.weight.shape[0]
+    if rows <= FEW_ROWS and x.dtype in _HALF:
+        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+        tile = 32
+        kernels.gated_kernel[(-(-width // tile),)](
+            x, gate.weight, up.weight, out, rows, size, width,
+            ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=128, num_warps=4, num_stages=4,
+        )  # fmt: skip
+        return out
+    first, second = F.linear(x, gate.weight), F.linear(x, up.weight)
+    out = torch.empty_like(first)
+    block = 1024
+    kernels.silu_product_kernel[(-(-out.numel() // block),)](
+        first, second, out, out.numel(), BLOCK=block, num_warps=4
+    )  # fmt: skip
+    return out

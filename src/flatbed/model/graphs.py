@@ -1,0 +1,215 @@
+"""CUDA graphs of a decode step: forward and sampling of up to `bucket` rows, one launch for the CPU.
+
+A graph is captured when a step first needs it. Everything that changes from step to step lies in one static tensor, filled
+by one copy from pinned memory before the replay::
+
+      inputs int32:  rows │ positions │ lengths │ slot blocks │ slot offsets │ temperature │ uniform │ tables [bucket, width]
+                     └──────────────── [bucket] each ──────────────────────────────────────┘   (floats as their bits)
+
+Rows of the bucket that no sequence uses have length 0 and a negative slot block: they read and write nothing. Neither
+capture nor replay touches memory of capacity size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flatbed.attention.base import AttentionBackend, AttentionSpec, Availability, Batch, LayerCache
+from flatbed.attention.triton import DecodePlan, decode_attention, write_kv
+from flatbed.model.interface import Session
+from flatbed.sampling.device import draw
+
+_FIELDS = ("rows", "positions", "lengths", "slot_blocks", "slot_offsets", "temperature", "uniform")
+
+# Called with ids and positions int64 [1, n] and the rows that need logits int64 [n]; returns logits [n, vocabulary].
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def bucket_of(rows: int) -> int:
+    """The graph size for that many rows: few sizes, and never more than a quarter (from 16 on) in vain."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = max(8, 1 << ((rows - 1).bit_length() - 3))
+    return -(-rows // step) * step
+
+
+class _StaticDecode(AttentionBackend):
+    """Decode attention over a graph's static tensors."""
+
+    name: ClassVar[str] = "triton-graph"
+    needs_clean_blocks: ClassVar[bool] = False
+    reads_pool: ClassVar[bool] = True
+
+    def __init__(self, views: dict[str, torch.Tensor], tables: torch.Tensor) -> None:
+        self._views = views
+        self._tables = tables
+        self._plans: dict[tuple[Any, ...], DecodePlan] = {}
+        self._updated: set[tuple[Any, ...]] = set()
+
+    @classmethod
+    def availability(cls, device: torch.device) -> Availability:
+        return Availability(device.type == "cuda", "part of the Triton backend")
+
+    def restart(self) -> None:
+        """A new pass over the layers begins: each kind of layer divides its work anew in its first layer."""
+        self._updated.clear()
+
+    def begin(self, batch: Batch, block_size: int) -> None:
+        raise NotImplementedError("a graph's batch lies in its static tensors")
+
+    def write(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        write_kv(cache, key, value, self._views["slot_blocks"], self._views["slot_offsets"])
+
+    def attend(
+        self, cache: LayerCache, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        rows, heads, key_dim = query.shape
+        kv_heads, value_dim = cache.value.shape[1], cache.value.shape[-1]
+        kind = (heads, kv_heads, key_dim, value_dim, spec.window)
+        if kind not in self._plans:
+            self._plans[kind] = DecodePlan(
+                rows, heads, kv_heads, key_dim, value_dim, cache.key.dtype, query.device, window=spec.window
+            )
+        plan = self._plans[kind]
+        if kind not in self._updated:
+            plan.update(self._views["lengths"])
+            self._updated.add(kind)
+        return decode_attention(query, cache, spec, self._tables, plan)
+
+
+@dataclass
+class StepRows:
+    """What one decode step puts into a graph, for n rows.
+
+    Attributes:
+        rows, positions: int [n].
+        tables: int32 [n, width]; entries beyond a row's blocks are not read.
+        temperature, uniform: float32 [n].
+    """
+
+    rows: NDArray[Any]
+    positions: NDArray[Any]
+    tables: NDArray[np.int32]
+    temperature: NDArray[np.float32]
+    uniform: NDArray[np.float32]
+
+
+class DecodeGraph:
+    """One captured graph.
+
+    Attributes:
+        logits: [bucket, vocabulary] of the last replay.
+        out: int32 [bucket, 4] of the last replay (see `sampling.device.draw`).
+    """
+
+    def __init__(
+        self,
+        bucket: int,
+        width: int,
+        forward: Forward,
+        session: Session,
+        layers: tuple[LayerCache, ...],
+        last_tokens: torch.Tensor,
+        pool: Any,
+        block_size: int,
+    ) -> None:
+        self.bucket, self.width = bucket, width
+        self._block_size = block_size
+        self._spare_row = len(last_tokens) - 1
+        device = last_tokens.device
+        count = len(_FIELDS) * bucket
+        self._inputs = torch.zeros(count + bucket * width, dtype=torch.int32, device=device)
+        views = {name: self._inputs[i * bucket : (i + 1) * bucket] for i, name in enumerate(_FIELDS)}
+        views["temperature"] = views["temperature"].view(torch.float32)
+        views["uniform"] = views["uniform"].view(torch.float32)
+        backend = _StaticDecode(views, self._inputs[count:].view(bucket, width))
+        every = torch.arange(bucket, device=device)
+        self.fill(StepRows(*(np.zeros(0, np.int32),) * 2, np.zeros((0, 1), np.int32), *(np.zeros(0, np.float32),) * 2))
+
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            backend.restart()
+            session.begin(backend, layers, views["slot_blocks"], views["slot_offsets"])
+            ids = last_tokens[views["rows"].long()]
+            logits = forward(ids[None], views["positions"].long()[None], every)
+            return logits, draw(logits, views["temperature"], views["uniform"], views["rows"], last_tokens)
+
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            step()  # compiles kernels and makes what must not be made while capturing
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            self.logits, self.out = step()
+
+    def fill(self, step: StepRows) -> None:
+        """Copies a step's inputs to the device; the rest of the bucket is made to do nothing."""
+        n, bucket = len(step.rows), self.bucket
+        staged = torch.empty(self._inputs.shape, dtype=torch.int32, pin_memory=True)
+        flat = staged.numpy()
+        fields = flat[: len(_FIELDS) * bucket].reshape(len(_FIELDS), bucket)
+        fields[:] = 0
+        fields[0, n:] = self._spare_row
+        fields[3, n:] = -1
+        if n:
+            index = np.arange(n)
+            fields[0, :n] = step.rows
+            fields[1, :n] = step.positions
+            fields[2, :n] = step.positions + 1
+            fields[3, :n] = step.tables[index, step.positions // self._block_size]
+            fields[4, :n] = step.positions % self._block_size
+            fields[5, :n] = step.temperature.view(np.int32)
+            fields[6, :n] = step.uniform.view(np.int32)
+            tables = flat[len(_FIELDS) * bucket :].reshape(bucket, self.width)
+            tables[:n, : step.tables.shape[1]] = step.tables
+        self._inputs.copy_(staged, non_blocking=True)
+
+    def replay(self, step: StepRows) -> None:
+        """Runs the step; results are in `logits` and `out` in stream order."""
+        self.fill(step)
+        self._graph.replay()
+
+
+class DecodeGraphs:
+    """The graphs of one engine: captured when first needed, dropped when what they were captured over has changed."""
+
+    def __init__(self, forward: Forward, session: Session, last_tokens: torch.Tensor, block_size: int) -> None:
+        self._forward = forward
+        self._session = session
+        self._last_tokens = last_tokens
+        self._block_size = block_size
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
+        self._layers: tuple[LayerCache, ...] = ()
+        self._memory_pool: Any = None
+        self.memory_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def get(self, rows: int, blocks: int, layers: tuple[LayerCache, ...]) -> DecodeGraph:
+        """The graph for `rows` rows whose longest table has `blocks` blocks, over this pool."""
+        if layers is not self._layers:
+            self.drop()
+            self._layers = layers
+        key = (bucket_of(rows), max(16, 1 << (blocks - 1).bit_length()))
+        if key not in self._graphs:
+            if self._memory_pool is None:
+                self._memory_pool = torch.cuda.graph_pool_handle()
+            before = torch.cuda.memory_reserved(self._last_tokens.device)
+            self._graphs[key] = DecodeGraph(
+                *key, self._forward, self._session, layers, self._last_tokens, self._memory_pool, self._block_size
+            )
+            self.memory_bytes += max(0, torch.cuda.memory_reserved(self._last_tokens.device) - before)
+        return self._graphs[key]
+
+    def drop(self) -> None:
+        """Forgets all graphs."""
+        self._graphs.clear()
+        self._memory_pool = None
+        self.memory_bytes = 0
