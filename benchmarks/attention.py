@@ -1,11 +1,11 @@
 """Attention on one GPU: decode against the memory's bandwidth, prefill against what torch ships.
 
-    python benchmarks/attention.py [--only decode|prefill|write] [--out FILE]
+    python benchmarks/attention.py [--only decode|prefill|write] [--block-size N] [--out FILE]
 
-Decode is timed as a model runs it: one CUDA graph with many layers, each with its own K/V, so that a layer finds nothing of
-its own in the L2 cache. The bound of a decode is the K/V of its tokens read once at the bandwidth that a large copy
-reaches (bytes read and written, measured here). Prefill is timed launch by launch; its rate counts the products a causal
-mask leaves, 2 (key_dim + value_dim) operations for each pair of query and key. torch's SDPA runs beside it on contiguous
+Decode is timed as a model runs it: one CUDA graph with many layers, each with its own K/V, so that a layer finds
+nothing of its own in the L2 cache. The bound of a decode is the K/V of its tokens, read once at the bandwidth that a
+large copy reaches (bytes read and written, measured here). The rate of a prefill counts the products that a causal mask
+leaves: 2 (key_dim + value_dim) operations for each pair of a query and a key. torch's SDPA runs beside it on contiguous
 K/V that was repeated for all heads beforehand: work that the paged kernel does not need, and that is not counted here.
 
 Prints a table; the last line is JSON. Needs a CUDA device with about 40 GB.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,22 @@ from flatbed.attention.triton import (
 )
 from flatbed.memory.capacity import KVLayout, LayerShape
 
+Model = tuple[int, int, int]
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
 # name: query heads, K/V heads, head size
 MODELS = {"14/2 x 64": (14, 2, 64), "32/8 x 128": (32, 8, 128)}
-DECODES = [(64, 4096), (1, 32768), (8, 32768), (64, 100), (256, 900), (1024, 96)]
+# Lengths drawn between two bounds, with the same seed everywhere; the last ones are like the workloads of DESIGN.md.
+DECODES = [
+    (64, 4096, 4096),
+    (1, 32768, 32768),
+    (8, 32768, 32768),
+    (64, 100, 100),
+    (256, 900, 900),
+    (1024, 96, 96),
+    (64, 80, 192),
+    (256, 100, 2048),
+]
 # sequences, new tokens, tokens before them
 PREFILLS = [(8, 32768, 0), (64, 40, 0), (256, 550, 0), (1, 4096, 28672)]
 # A layer's K/V is read once per replay; so much of it in all that the L2 cache (60 MB) holds next to nothing.
@@ -83,14 +94,13 @@ def copy_bandwidth() -> float:
 
 
 class Pool:
-    """Random K/V of `sequences` sequences of `length` tokens in `layers` layers, blocks in random order."""
+    """Random K/V of sequences of some lengths in `layers` layers, blocks in random order."""
 
-    def __init__(self, model: tuple[int, int, int], layers: int, sequences: int, length: int, block_size: int) -> None:
-        heads, kv_heads, dim = model
-        self.heads, self.kv_heads, self.dim, self.block_size = heads, kv_heads, dim, block_size
+    def __init__(self, model: Model, layers: int, lengths: Sequence[int], block_size: int) -> None:
+        _, kv_heads, dim = model
         layout = KVLayout((LayerShape(kv_heads, dim, dim),) * layers, block_size, DTYPE.itemsize)
-        width = layout.blocks_for(length)
-        blocks = sequences * width
+        widths = [layout.blocks_for(length) for length in lengths]
+        blocks = sum(widths)
         flat = torch.empty(blocks * layout.block_elements, dtype=DTYPE, device=DEVICE).normal_()
         strides = (layout.block_elements, block_size * dim, dim, 1)
         shape = (blocks, kv_heads, block_size, dim)
@@ -98,49 +108,56 @@ class Pool:
             LayerCache(flat.as_strided(shape, strides, key), flat.as_strided(shape, strides, value))
             for key, value in zip(layout.key_offsets, layout.value_offsets, strict=True)
         ]
-        order = torch.randperm(blocks, device=DEVICE).to(torch.int32)
-        self.tables = order.view(sequences, width)
-        self.lengths = torch.full((sequences,), length, dtype=torch.int32, device=DEVICE)
-        self.layer_bytes = sequences * length * kv_heads * dim * 2 * DTYPE.itemsize
+        order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+        tables = np.zeros((len(lengths), max(widths)), np.int32)
+        for table, part in zip(tables, np.split(order, np.cumsum(widths)[:-1]), strict=True):
+            table[: len(part)] = part
+        self.tables = torch.from_numpy(tables).to(DEVICE)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 
-def decode_us(
-    model: tuple[int, int, int],
-    sequences: int,
-    length: int,
-    block_size: int,
-    change: Callable[[DecodePlan], None] = lambda plan: None,
-    max_items: int | None = None,
-    pool: Pool | None = None,
-) -> tuple[float, float, int]:
-    """Microseconds of one layer's decode, of the plan, and bytes of K/V that a layer reads."""
-    heads, kv_heads, dim = model
-    pool = pool or decode_pool(model, sequences, length, block_size)
-    query = torch.randn(sequences, heads, dim, dtype=DTYPE, device=DEVICE)
+def draw(sequences: int, low: int, high: int) -> list[int]:
+    return np.random.default_rng(0).integers(low, high, sequences, endpoint=True).tolist()
+
+
+def layer_bytes(model: Model, lengths: Sequence[int]) -> int:
+    """Bytes of K/V that a decode reads in one layer."""
+    _, kv_heads, dim = model
+    return sum(lengths) * kv_heads * dim * 2 * DTYPE.itemsize
+
+
+def decode_pool(model: Model, lengths: Sequence[int], block_size: int) -> Pool:
+    """A pool with so many layers that the L2 cache keeps nothing from one replay to the next."""
+    return Pool(model, min(48, max(2, -(-ROTATED_BYTES // layer_bytes(model, lengths)))), lengths, block_size)
+
+
+def decode_us(model: Model, pool: Pool, plan: DecodePlan) -> float:
+    """Microseconds of one layer's decode."""
+    heads, _, dim = model
+    query = torch.randn(plan.rows, heads, dim, dtype=DTYPE, device=DEVICE)
     out = torch.empty_like(query)
     spec = AttentionSpec(dim**-0.5)
-    plan = DecodePlan(sequences, heads, kv_heads, dim, dim, DTYPE, DEVICE, max_items=max_items)
-    change(plan)
     plan.update(pool.lengths)
 
     def step() -> None:
         for cache in pool.layers:
             decode_attention(query, cache, spec, pool.tables, plan, out)
 
-    layers = len(pool.layers)
-    decode = median_ms(graph_of(step).replay) / layers * 1e3
-    update = median_ms(graph_of(lambda: [plan.update(pool.lengths) for _ in range(20)]).replay) / 20 * 1e3
-    return decode, update, pool.layer_bytes
+    return median_ms(graph_of(step).replay) / len(pool.layers) * 1e3
 
 
-def decode_pool(model: tuple[int, int, int], sequences: int, length: int, block_size: int) -> Pool:
-    _, kv_heads, dim = model
-    one_layer = sequences * length * kv_heads * dim * 2 * DTYPE.itemsize
-    return Pool(model, min(48, max(2, -(-ROTATED_BYTES // one_layer))), sequences, length, block_size)
+def plan_of(model: Model, rows: int, max_items: int | None = None) -> DecodePlan:
+    heads, kv_heads, dim = model
+    return DecodePlan(rows, heads, kv_heads, dim, dim, DTYPE, DEVICE, max_items=max_items)
+
+
+def plan_us(plan: DecodePlan, lengths: torch.Tensor) -> float:
+    """Microseconds of dividing a step's K/V, once for all layers."""
+    return median_ms(graph_of(lambda: [plan.update(lengths) for _ in range(20)]).replay) / 20 * 1e3
 
 
 def prefill_ms(
-    model: tuple[int, int, int],
+    model: Model,
     sequences: int,
     new: int,
     before: int,
@@ -150,7 +167,7 @@ def prefill_ms(
 ) -> float:
     """Milliseconds of one layer's prefill."""
     heads, _, dim = model
-    pool = Pool(model, 1, sequences, before + new, block_size)
+    pool = Pool(model, 1, [before + new] * sequences, block_size)
     query = torch.randn(sequences * new, heads, dim, dtype=DTYPE, device=DEVICE)
     out = torch.empty_like(query)
     spec = AttentionSpec(dim**-0.5)
@@ -158,20 +175,28 @@ def prefill_ms(
     starts = np.arange(sequences + 1, dtype=np.int64) * new
     tiles = prefill_tiles(starts, np.full(sequences, before + new, np.int64), 0, shape.queries)
     on_device = torch.from_numpy(tiles).to(DEVICE)
-    return median_ms(
-        lambda: prefill_attention(query, pool.layers[0], spec, pool.tables, on_device, shape, out), repeats=repeats
+    return repeated_ms(
+        lambda: prefill_attention(query, pool.layers[0], spec, pool.tables, on_device, shape, out), repeats
     )
 
 
-def operations(model: tuple[int, int, int], sequences: int, new: int, before: int) -> float:
+def repeated_ms(run: Callable[[], object], repeats: int) -> float:
+    """Median time on the GPU of one call, four of which make a graph: short ones are not held up by their launches."""
+
+    def four() -> None:
+        for _ in range(4):
+            run()
+
+    return median_ms(graph_of(four).replay, repeats, warmup=1) / 4
+
+
+def operations(model: Model, sequences: int, new: int, before: int) -> float:
     """Multiplications and additions of a causal prefill."""
     heads, _, dim = model
     return 4.0 * dim * heads * sequences * (new * before + new * (new + 1) / 2)
 
 
-def sdpa_ms(
-    model: tuple[int, int, int], sequences: int, new: int, backend: SDPBackend, repeats: int = 8
-) -> float | None:
+def sdpa_ms(model: Model, sequences: int, new: int, backend: SDPBackend, repeats: int = 8) -> float | None:
     """Milliseconds of torch's attention over contiguous K/V, or None where the backend refuses."""
     heads, _, dim = model
     query, key, value = (
@@ -179,15 +204,15 @@ def sdpa_ms(
     )
     try:
         with sdpa_kernel(backend):
-            return median_ms(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), repeats=repeats)
+            return repeated_ms(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), repeats)
     except RuntimeError:
         return None
 
 
-def write_us(model: tuple[int, int, int], tokens: int, block_size: int) -> float:
+def write_us(model: Model, tokens: int, block_size: int) -> float:
     """Microseconds of storing the K/V of `tokens` decoding sequences in one layer."""
     _, kv_heads, dim = model
-    pool = Pool(model, 8, tokens, 100, block_size)
+    pool = Pool(model, 8, [100] * tokens, block_size)
     wide = torch.randn(tokens, 2 * kv_heads * dim, dtype=DTYPE, device=DEVICE)
     key, value = (part.view(tokens, kv_heads, dim) for part in wide.chunk(2, 1))
     blocks, offsets = pool.tables[:, -1].long(), torch.full((tokens,), 99 % block_size, device=DEVICE)
@@ -199,11 +224,85 @@ def write_us(model: tuple[int, int, int], tokens: int, block_size: int) -> float
     return median_ms(graph_of(step).replay) / len(pool.layers) * 1e3
 
 
+def header(title: str, columns: dict[str, int]) -> None:
+    print(f"\n{title:12}" + "".join(f"{name:>{width}}" for name, width in columns.items()))
+
+
+def run_decode(bandwidth: float, block_size: int) -> list[dict[str, Any]]:
+    """All decodes of both models; each also as a share of `bandwidth`."""
+    header("decode", {"sequences": 10, "tokens": 11, "us": 9, "MB": 9, "TB/s": 7, "of copy": 9, "plan us": 9})
+    rows = []
+    for name, model in MODELS.items():
+        for sequences, low, high in DECODES:
+            lengths = draw(sequences, low, high)
+            pool = decode_pool(model, lengths, block_size)
+            plan = plan_of(model, sequences)
+            us, planning = decode_us(model, pool, plan), plan_us(plan, pool.lengths)
+            nbytes = layer_bytes(model, lengths)
+            rate = nbytes / us * 1e6
+            tokens = str(low) if low == high else f"{low}..{high}"
+            rows.append(
+                {
+                    "model": name,
+                    "sequences": sequences,
+                    "tokens": tokens,
+                    "us": round(us, 2),
+                    "bytes": nbytes,
+                    "tb_s": round(rate / 1e12, 3),
+                    "of_copy": round(rate / bandwidth, 3),
+                    "plan_us": round(planning, 2),
+                }
+            )
+            print(
+                f"{name:12}{sequences:>10}{tokens:>11}{us:>9.1f}{nbytes / 1e6:>9.1f}{rate / 1e12:>7.2f}"
+                f"{rate / bandwidth:>9.0%}{planning:>9.1f}",
+                flush=True,
+            )
+    return rows
+
+
+def run_prefill(block_size: int) -> list[dict[str, Any]]:
+    """All prefills of both models, each beside torch's own where that computes the same."""
+    header("prefill", {"sequences": 10, "new": 7, "before": 8, "ms": 9, "TFLOP/s": 9, "cuDNN": 8, "flash": 8})
+    rows = []
+    for name, model in MODELS.items():
+        for sequences, new, before in PREFILLS:
+            work = operations(model, sequences, new, before)
+            times = {"ours": prefill_ms(model, sequences, new, before, block_size), "cudnn": None, "flash": None}
+            if before == 0:
+                times["cudnn"] = sdpa_ms(model, sequences, new, SDPBackend.CUDNN_ATTENTION)
+                times["flash"] = sdpa_ms(model, sequences, new, SDPBackend.FLASH_ATTENTION)
+            rates = {who: round(work / ms / 1e9, 1) if ms else None for who, ms in times.items()}
+            rows.append(
+                {"model": name, "sequences": sequences, "new": new, "before": before}
+                | {f"{who}_ms": ms and round(ms, 4) for who, ms in times.items()}
+                | {f"{who}_tflop_s": rate for who, rate in rates.items()}
+            )
+            beside = "".join(f"{rates[who] or '-':>8}" for who in ("cudnn", "flash"))
+            print(
+                f"{name:12}{sequences:>10}{new:>7}{before:>8}{times['ours']:>9.3f}{rates['ours']:>9}" + beside,
+                flush=True,
+            )
+    return rows
+
+
+def run_write(block_size: int) -> list[dict[str, Any]]:
+    """The cache write of a decode step."""
+    header("write", {"tokens": 10, "us": 9})
+    rows = []
+    for name, model in MODELS.items():
+        for tokens in (1, 64, 1024):
+            us = write_us(model, tokens, block_size)
+            rows.append({"model": name, "tokens": tokens, "us": round(us, 2)})
+            print(f"{name:12}{tokens:>10}{us:>9.2f}")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=["decode", "prefill", "write"])
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a file for the JSON line")
     arguments = parser.parse_args()
     size = arguments.block_size
     bandwidth = copy_bandwidth()
@@ -215,56 +314,14 @@ def main() -> None:
         "dtype": "bfloat16",
         "block_size": size,
         "copy_tb_s": round(bandwidth / 1e12, 3),
-        "decode": [],
-        "prefill": [],
-        "write": [],
     }
-    print(
-        f"{results['machine']}, torch {torch.__version__}, Triton {triton.__version__}; copy {bandwidth / 1e12:.2f} TB/s"
-    )
+    print(", ".join(f"{name} {value}" for name, value in results.items()))
     if arguments.only in (None, "decode"):
-        print(f"\n{'decode':12}{'sequences':>10}{'length':>8}{'us':>9}{'MB':>9}{'TB/s':>7}{'of copy':>9}{'plan us':>9}")
-        for name, model in MODELS.items():
-            for sequences, length in DECODES:
-                us, plan, nbytes = decode_us(model, sequences, length, size)
-                rate = nbytes / us * 1e6
-                row = dict(model=name, sequences=sequences, length=length, us=round(us, 2), bytes=nbytes)
-                row |= dict(tb_s=round(rate / 1e12, 3), of_copy=round(rate / bandwidth, 3), plan_us=round(plan, 2))
-                results["decode"].append(row)
-                print(
-                    f"{name:12}{sequences:>10}{length:>8}{us:>9.1f}{nbytes / 1e6:>9.1f}{rate / 1e12:>7.2f}"
-                    f"{rate / bandwidth:>9.0%}{plan:>9.1f}",
-                    flush=True,
-                )
+        results["decode"] = run_decode(bandwidth, size)
     if arguments.only in (None, "prefill"):
-        print(
-            f"\n{'prefill':12}{'sequences':>10}{'new':>7}{'before':>8}{'ms':>9}{'TFLOP/s':>9}{'cuDNN':>8}{'flash':>8}{'of cuDNN':>10}"
-        )
-        for name, model in MODELS.items():
-            for sequences, new, before in PREFILLS:
-                work = operations(model, sequences, new, before)
-                ms = prefill_ms(model, sequences, new, before, size)
-                peers = {}
-                for peer, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-                    peers[peer] = None if before else sdpa_ms(model, sequences, new, backend)
-                rates = {peer: work / time / 1e9 if time else float("nan") for peer, time in peers.items()}
-                results["prefill"].append(
-                    dict(model=name, sequences=sequences, new=new, before=before, ms=round(ms, 4))
-                    | dict(tflop_s=round(work / ms / 1e9, 1))
-                    | {f"{peer}_ms": time and round(time, 4) for peer, time in peers.items()}
-                )
-                print(
-                    f"{name:12}{sequences:>10}{new:>7}{before:>8}{ms:>9.3f}{work / ms / 1e9:>9.0f}{rates['cudnn']:>8.0f}"
-                    f"{rates['flash']:>8.0f}{work / ms / 1e9 / rates['cudnn']:>10.0%}",
-                    flush=True,
-                )
+        results["prefill"] = run_prefill(size)
     if arguments.only in (None, "write"):
-        print(f"\n{'write':12}{'tokens':>10}{'us':>9}")
-        for name, model in MODELS.items():
-            for tokens in (1, 64, 1024):
-                us = write_us(model, tokens, size)
-                results["write"].append(dict(model=name, tokens=tokens, us=round(us, 2)))
-                print(f"{name:12}{tokens:>10}{us:>9.2f}")
+        results["write"] = run_write(size)
     line = json.dumps(results)
     if arguments.out:
         arguments.out.write_text(line + "\n")

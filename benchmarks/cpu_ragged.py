@@ -1,8 +1,8 @@
 """A ragged batch on the CPU: Flatbed beside padded `generate` and Transformers' own `generate_batch`, in one run.
 
-16 prompts of 8 to 128 tokens, 64 new tokens each, greedy, no EOS; the demonstration model (SmolLM2-135M) in float32. Runs are
-interleaved, so that a machine that slows down slows all three; the medians are compared. Then Flatbed alone at the smallest
-capacity that holds the batch and at 90 % of memory, whole calls with a new engine each, interleaved too, for flatness.
+16 prompts of 8 to 128 tokens, 64 new tokens each, greedy, no EOS; the demonstration model (SmolLM2-135M) in float32.
+Runs are interleaved, so that a machine that slows down slows all three; the medians are compared. Then Flatbed alone at
+the smallest capacity that holds the batch and at 90 % of memory, whole calls with a new engine each, interleaved too.
 
     python benchmarks/cpu_ragged.py --repeats 5 --out benchmarks/cpu-ragged.json
 """

@@ -35,8 +35,8 @@ from flatbed.memory.capacity import Capacity, KVLayout
 from flatbed.memory.pool import MemoryReport, Pool
 from flatbed.memory.select import free_bytes, make_backing
 from flatbed.model.runner import ModelRunner
-from flatbed.model.shadow import checksum
 from flatbed.model.steps import Flight, Results, make_steps
+from flatbed.model.weights import checksum
 from flatbed.request import Completion, FinishReason, Output, SamplingParams, StreamEvent, Timings
 from flatbed.sampling.processors import eos_token_ids, from_generation_config, merged
 from flatbed.sampling.random import derive_seed
@@ -359,9 +359,8 @@ class Engine:
             landed = self._scheduler.commit(flight.plan, results.tokens, results.finite)
             self._counts["steps"] += 1
             return events + self._deliver(landed, results)
-        except (
-            BaseException
-        ):  # Ctrl-C strikes between any two lines: the books, and the K/V they tell of, may be half made
+        except BaseException:
+            # Ctrl-C strikes between any two lines: the books, and the K/V that they tell of, may be half made.
             self._start_over()
             raise
 
@@ -457,8 +456,8 @@ class Engine:
         request = self._requests[sequence.request_id]
         at = len(sequence.output)
         request.output.error = NonFiniteLogitsError(
-            f"the model gave NaN or infinite logits for token {at} of sample {sequence.sample}; look for NaN or "
-            "infinite weights, or for an overflow of the model's dtype",
+            f"NaN or infinite logits, or none that are allowed, for token {at} of sample {sequence.sample}; look for "
+            "NaN or infinite weights, for an overflow of the model's dtype, or for processors that suppress every token",
             request_id=sequence.request_id,
         )
         return self._event(request, request.samples[sequence.sample], None, None, time.perf_counter())

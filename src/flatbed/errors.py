@@ -94,7 +94,7 @@ class CapacityError(RequestError):
 
 
 class NonFiniteLogitsError(RequestError):
-    """The model gave NaN or infinite logits for this request."""
+    """The model gave NaN or infinite logits for this request, or its logits processors left no token."""
 
 
 class ModelForwardError(FlatbedError, RuntimeError):

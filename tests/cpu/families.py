@@ -37,7 +37,9 @@ def _llama_like(model: str, config: str, **changes: Any) -> Callable[[], nn.Modu
 
 
 def _other(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    base = {k: _COMMON[k] for k in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")}
+    base = {
+        k: _COMMON[k] for k in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+    }
 
     def build() -> nn.Module:
         return getattr(tf, model)(getattr(tf, config)(**{**base, **settings}))
@@ -68,7 +70,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "phi3": _llama_like("Phi3ForCausalLM", "Phi3Config"),
-    "gpt2": _other("GPT2LMHeadModel", "GPT2Config", n_embd=48, n_layer=2, n_head=4, n_positions=512, initializer_range=0.3),
+    "gpt2": _other(
+        "GPT2LMHeadModel", "GPT2Config", n_embd=48, n_layer=2, n_head=4, n_positions=512, initializer_range=0.3
+    ),
     "gpt_neox": _other(
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",

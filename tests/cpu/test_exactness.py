@@ -128,9 +128,7 @@ def test_preempted_twins_and_samples_change_nothing() -> None:
     params = [flatbed.SamplingParams(max_new_tokens=LONG, ignore_eos=True, n=n) for n in (1, 1, 3, 1, 1, 2, 1, 1, 4)]
     with flatbed.Engine(shared("llama"), capacity="36 blocks", block_size=4) as engine:
         outputs = engine.generate(prompts, params, on_step=engine._scheduler.check)
-        assert samples_of(outputs) == [
-            [tokens] * one.n for tokens, one in zip(wanted, params, strict=True)
-        ]
+        assert samples_of(outputs) == [[tokens] * one.n for tokens, one in zip(wanted, params, strict=True)]
         assert engine.stats().preemptions > 20
         assert_idle(engine)
 
@@ -155,6 +153,17 @@ def test_twins_and_greedy_samples(budget: int, blocks: int, prefix_cache: bool) 
         if budget == 4096 and prefix_cache:  # the twins of each prompt take all but its last token from the first
             alike = {0: 2, 3: 4, 8: 4, 5: 4, 6: 2, 1: 1}
             assert stats.cached_tokens == sum((LENGTHS[i] - 1) * (count - 1) for i, count in alike.items())
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 40])
+def test_the_samples_of_a_prompt_all_start_once_it_is_computed(length: int) -> None:
+    prompt = draw_prompts((length,), seed=9)[0]
+    params = flatbed.SamplingParams(max_new_tokens=NEW, ignore_eos=True, n=16)
+    with flatbed.Engine(shared("llama"), block_size=16) as engine:
+        [output] = engine.generate([prompt], params)
+        assert samples_of([output]) == [expected("llama", [prompt], NEW) * 16]
+        assert engine.stats().steps == NEW + (length > 1)
+        assert output.cached_tokens == 15 * (length - 1)
 
 
 def test_a_second_call_takes_prompts_from_the_cache_and_changes_nothing() -> None:

@@ -19,7 +19,9 @@ def test_greedy_equals_generate(family: str) -> None:
     prompts = [[draw.randrange(VOCABULARY) for _ in range(n)] for n in (1, 3, 16, 17, 40, 75)]
     prompts.append(list(prompts[4]))  # a twin
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
-    assert len({token for tokens in expected for token in tokens}) > 10, "the model does not wander; the test says little"
+    assert len({token for tokens in expected for token in tokens}) > 10, (
+        "the model does not wander; the test says little"
+    )
     params = flatbed.SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     for settings in (
         {},

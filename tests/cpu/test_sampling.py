@@ -111,8 +111,8 @@ def distributions(
 
 
 def test_the_distribution_is_that_of_transformers_processors() -> None:
-    """All combinations in one batch. A kept token has its log-probability over all that are kept, to 1e-5: one token more or
-    less in the set, or another order of the processors, would move it further than that."""
+    """All combinations in one batch. A kept token has its log-probability over all that are kept: one token more or less in
+    the set, or another order of the processors, would move it further than the tolerance."""
     model, draw = shared("llama"), random.Random(0)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 20))] for _ in COMBINATIONS]
     params = [Params(max_new_tokens=8, n=6, seed=i, logprobs=True, **c) for i, c in enumerate(COMBINATIONS)]
@@ -127,7 +127,8 @@ def test_the_distribution_is_that_of_transformers_processors() -> None:
                 sample.token_ids, sample.logprobs, sample.raw_logprobs, wanted, strict=True
             ):
                 assert math.isfinite(processed[token]), f"{combination}: drew a token that is not among those kept"
-                assert logprob == pytest.approx(processed[token].item(), abs=1e-5), combination
+                tolerance = 1e-5 / min(combination.get("temperature") or 1.0, 1.0)
+                assert logprob == pytest.approx(processed[token].item(), abs=tolerance), combination
                 assert raw == pytest.approx(plain[token].item(), abs=1e-5), combination
                 if combination.get("temperature", 0) == 0:
                     assert token == processed.argmax()
@@ -184,7 +185,8 @@ def test_ties(how: dict[str, Any]) -> None:
         assert len(set(tokens)) == kept < 10
     else:
         assert set(tokens) == set(scores.isfinite().nonzero()[:, 0].tolist()) == set(range(10, 20))
-    assert {sample.logprobs[0] for sample in output.samples} == {pytest.approx(-math.log(kept), abs=1e-5)}
+    for sample in output.samples:
+        assert sample.logprobs[0] == pytest.approx(-math.log(kept), abs=1e-5)
 
 
 def chi_square(tokens: list[int], probabilities: np.ndarray) -> tuple[float, int]:
@@ -219,7 +221,9 @@ def test_draws_come_in_proportion_to_their_probability(vocabulary: int, spread: 
 def test_draws_reach_both_ends_of_the_vocabulary_and_nothing_between() -> None:
     logits = torch.full((1001,), -20.0)
     logits[0], logits[1000] = 5.0, 5.0
-    tokens = [sample.token_ids[0] for sample in drawn_once(position_model(logits), 500, temperature=1.0, top_k=2).samples]
+    tokens = [
+        sample.token_ids[0] for sample in drawn_once(position_model(logits), 500, temperature=1.0, top_k=2).samples
+    ]
     assert set(tokens) == {0, 1000}
     assert 180 < tokens.count(0) < 320
 
@@ -446,9 +450,7 @@ def test_any_of_several_eos_ids_ends_a_completion_and_is_part_of_it() -> None:
     with engine() as ours:
         outputs = ours.generate(PROMPTS, Params(max_new_tokens=20, eos_token_ids=eos))
     assert tokens_of(outputs) == wanted
-    assert [o.finish_reason for o in outputs] == [
-        "eos" if tokens[-1] in eos else "length" for tokens in wanted
-    ]
+    assert [o.finish_reason for o in outputs] == ["eos" if tokens[-1] in eos else "length" for tokens in wanted]
     assert len({len(tokens) for tokens in wanted}) > 2
     assert outputs[3].token_ids == [eos[2]]
 
@@ -481,7 +483,9 @@ def test_samples_of_one_request_end_each_for_itself() -> None:
     with engine() as ours:
         [free] = ours.generate([PROMPTS[0]], Params(max_new_tokens=16, temperature=2.0, seed=3, n=4))
         eos = (free.samples[1].token_ids[5], free.samples[3].token_ids[2])
-        [ended] = ours.generate([PROMPTS[0]], Params(max_new_tokens=16, temperature=2.0, seed=3, n=4, eos_token_ids=eos))
+        [ended] = ours.generate(
+            [PROMPTS[0]], Params(max_new_tokens=16, temperature=2.0, seed=3, n=4, eos_token_ids=eos)
+        )
     for whole, sample in zip(free.samples, ended.samples, strict=True):
         ends = [at for at, token in enumerate(whole.token_ids) if token in eos]
         assert sample.token_ids == whole.token_ids[: ends[0] + 1 if ends else 16]
@@ -617,7 +621,7 @@ def greedy_configs() -> dict[str, dict[str, Any]]:
         "no_repeat_ngram_size=1": {"no_repeat_ngram_size": 1},
         "no_repeat_ngram_size=3": {"no_repeat_ngram_size": 3},
         "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": eos},
-        "min_length": {"min_length": 30, "eos_token_id": eos},
+        "min_length": {"min_length": 21, "eos_token_id": eos},
         "suppress_tokens": {"suppress_tokens": some},
         "begin_suppress_tokens": {"begin_suppress_tokens": some},
         "repetition_penalty": {"repetition_penalty": 1.5},
@@ -676,13 +680,17 @@ def test_a_sampling_generation_config_draws_from_what_generate_draws_from(fields
     model = shared("llama")
     config = GenerationConfig(do_sample=True, max_new_tokens=1, pad_token_id=0, num_return_sequences=12, **fields)
     ids = torch.tensor([PROMPTS[1]])
-    theirs = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        generation_config=config,
-        output_scores=True,
-        return_dict_in_generate=True,
-    ).scores[0][0].log_softmax(-1)
+    theirs = (
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        .scores[0][0]
+        .log_softmax(-1)
+    )
     if "top_k" not in fields:
         assert int(theirs.isfinite().sum()) <= 50
     with engine() as ours:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,8 @@ from flatbed.attention.triton import (
     TritonAttention,
     decode_attention,
     decode_items,
+    prefill_attention,
+    prefill_shape,
     prefill_tiles,
     write_kv,
 )
@@ -123,6 +126,20 @@ def test_random_batches(seed: int) -> None:
         )
         paged = Paged(case, torch.float32, CPU, seed=10 * seed + step)
         assert error(paged.attend(backend)[0], paged.expected()) < TOLERANCE[torch.float32], case
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("features", [{}, {"window": 30}, {"window": 70, "sinks": True, "softcap": 4.0}])
+def test_prefill_with_one_loop_and_with_several(features: dict[str, object], short: bool) -> None:
+    paged = Paged(Case([150, 17, 100], [130, 17, 20], **features), torch.float32, CPU)
+    _, pool = paged.attend(TritonAttention())
+    cache = paged.cache_of(pool)
+    shape = replace(prefill_shape(paged.spec, paged.case.heads, cache, 150), short=short)
+    tiles = prefill_tiles(paged.batch.query_starts, paged.batch.lengths, 0, shape.queries)
+    out = torch.full((167, 4, 32), torch.nan)
+    tables = torch.from_numpy(paged.tables)
+    prefill_attention(paged.query, cache, paged.spec, tables, torch.from_numpy(tiles), shape, out)
+    assert error(out, paged.expected()) < TOLERANCE[torch.float32]
 
 
 # ---- the functions that a captured graph calls -----------------------------------------------------------------------

@@ -388,7 +388,18 @@ def test_a_preempted_sequence_resumes_with_the_same_output(depth: int, prefix_ca
     assert simulation.scheduler.preemptions > 0
     assert sequences[0].preemptions == 0  # the oldest goes on
     assert sum(s.preemptions for s in sequences) == simulation.scheduler.preemptions
-    assert [s.cached_tokens for s in sequences] == [0, 0, 0]  # what it finds of itself later does not count
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
+    """All that were not needed by others meanwhile. They do not count as cached: it had computed them itself."""
+    simulation = Simulation(Settings(11, 2))
+    first = simulation.submit(Job(prompt(3), 6))
+    second = simulation.submit(Job(prompt(16, 1), 6))
+    simulation.run()
+    assert (first.preemptions, second.preemptions) == (0, 1)
+    again = simulation.device.computed - first.positions - second.positions
+    assert 0 < again <= 4
+    assert second.cached_tokens == 0
 
 
 def test_a_preempted_sequence_goes_back_to_the_head_of_the_queue() -> None:
@@ -591,6 +602,25 @@ def test_abort_all_ends_everything_and_the_scheduler_can_be_used_again(depth: in
     again = [simulation.submit(Job(prompt(9, kind), 9)) for kind in range(6)]
     simulation.run()
     assert {s.finish_reason for s in again} == {"length"}
+
+
+def test_a_successor_starts_empty_over_the_same_memory() -> None:
+    """After Ctrl-C in the middle of the books. What the old scheduler handed out may hold anything and is cleared."""
+    simulation = Simulation(Settings(16, 4, token_budget=16))
+    simulation.submit(Job(prompt(11), 9))
+    simulation.step()
+    used = simulation.scheduler.pool.watermark
+    successor = simulation.scheduler.successor()
+    assert (successor.pool.watermark, successor.has_work, len(successor.prefix)) == (0, False, 0)
+    again = Sequence("again", 0, prompt(23), 2, frozenset(), successor.group(prompt(23)))
+    successor.submit(again)
+    plan = successor.plan()
+    assert plan is not None
+    assert plan.step > simulation.scheduler.step
+    assert again.cached_tokens == 0
+    assert plan.reused == list(range(used))
+    assert len(again.table) > used
+    successor.check()
 
 
 def test_a_group_may_be_taken_long_before_its_sequence_is_submitted() -> None:

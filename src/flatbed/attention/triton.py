@@ -55,27 +55,27 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """Launch constants of a kernel: keys read at a time, rows of a tile of queries, warps, pipeline depth."""
+class DecodeShape:
+    """Launch constants of the decode kernel: `ways` softmaxes side by side, each reading `tokens` at a time."""
 
-    tile: int
-    rows: int
+    ways: int
+    tokens: int
     warps: int
     stages: int
 
+    @property
+    def tile(self) -> int:
+        """Tokens that a program reads at a time."""
+        return self.ways * self.tokens
+
 
 @functools.cache
-def _decode_shape(group: int, key_dim: int, value_dim: int, itemsize: int) -> _Shape:
+def _decode_shape(key_dim: int, value_dim: int, itemsize: int) -> DecodeShape:
     dim = _power_of_two(max(key_dim, value_dim))
-    row_bytes = dim * itemsize
-    rows = _power_of_two(group, 16)
-    if itemsize == 4:  # not on the tensor cores: registers decide
-        return _Shape(32 if dim <= 64 else 16, rows, 4, 2)
-    if row_bytes <= 128:
-        return _Shape(64, rows, 4, 4)
-    if row_bytes <= 256:
-        return _Shape(64, rows, 4, 3)
-    return _Shape(32, rows, 4, 2)
+    if itemsize == 4:
+        # Products are not on the tensor cores, where each warp would need all numbers in its own registers.
+        return DecodeShape(1, 16, 4 if dim <= 128 else 8, 2)
+    return DecodeShape(4, 16, 4, 4 if dim <= 64 else 3 if dim <= 128 else 2)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class PrefillShape:
         tile: keys at a time.
         rows: (query, head) pairs of a program.
         warps, stages: of the portable kernel.
+        short: whether the portable kernel masks all tiles in one loop.
         hopper: the kernel in kernels/hopper.py instead, with rows / 64 warp groups, `stages` buffers and `ahead`.
     """
 
@@ -97,6 +98,7 @@ class PrefillShape:
     stages: int
     hopper: bool = False
     ahead: bool = False
+    short: bool = False
 
 
 # Shorter sequences leave nothing to gain, and the kernel takes seconds to compile when it is first used.
@@ -156,9 +158,12 @@ _SPREAD = 4
 _LEAST_TOKENS = 256
 
 
-def decode_items(rows: int, kv_heads: int, device: torch.device) -> int:
-    """How many items a plan for `rows` sequences should have room for: enough that long contexts fill the GPU."""
-    return rows + -(-_SPREAD * _multiprocessors(device) // kv_heads)
+def decode_items(rows: int, columns: int, device: torch.device) -> int:
+    """How many items a plan for `rows` sequences should have room for: enough that long contexts fill the GPU.
+
+    `columns` is the programs of one item: K/V heads, times parts of the query heads of each.
+    """
+    return rows + -(-_SPREAD * _multiprocessors(device) // columns)
 
 
 # ---- write ----------------------------------------------------------------------------------------------------------
@@ -249,14 +254,18 @@ class DecodePlan:
         """
         self.rows = rows
         self.window = window
-        self.max_items = decode_items(rows, kv_heads, device) if max_items is None else max_items
+        # The query heads of one K/V head fill the 16 lines of a tensor core's tile; more of them are divided evenly.
+        self.parts = -(-heads // kv_heads // 16)
+        self.lines = -(-heads // kv_heads // self.parts)
+        columns = kv_heads * self.parts
+        self.max_items = decode_items(rows, columns, device) if max_items is None else max_items
         if self.max_items <= rows:
             raise ValueError(f"max_items must be more than the {rows} rows, got {self.max_items}")
-        self.shape = _decode_shape(heads // kv_heads, key_dim, value_dim, dtype.itemsize)
+        self.shape = _decode_shape(key_dim, value_dim, dtype.itemsize)
         self.least = -(-_LEAST_TOKENS // self.shape.tile)
         self.items = torch.zeros(self.max_items, _ITEM_FIELDS, dtype=torch.int32, device=device)
         self.workspace = DecodeWorkspace(device) if workspace is None else workspace
-        self.workspace.reserve(self.max_items, rows, heads, kv_heads, value_dim)
+        self.workspace.reserve(rows * columns, self.max_items * columns * self.lines, value_dim)
 
     def update(self, lengths: torch.Tensor) -> None:
         """Divides anew for integers lengths [rows]: tokens in the pool, this step's included. One launch."""
@@ -282,14 +291,14 @@ class DecodeWorkspace:
         self.stats = torch.empty(0, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
 
-    def reserve(self, max_items: int, rows: int, heads: int, kv_heads: int, value_dim: int) -> None:
-        """Grows, never shrinks. What a graph has captured must not grow any more: reserve for the largest first."""
-        if self.partials.numel() < max_items * heads * value_dim:
-            self.partials = torch.empty(max_items * heads * value_dim, dtype=torch.float32, device=self.device)
-        if self.stats.numel() < max_items * heads * 2:
-            self.stats = torch.empty(max_items * heads * 2, dtype=torch.float32, device=self.device)
-        if self.arrived.numel() < rows * kv_heads:
-            self.arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=self.device)
+    def reserve(self, arrivals: int, lines: int, value_dim: int) -> None:
+        """Grows, never shrinks. What a graph has captured must not grow any more: make the largest plan first."""
+        if self.partials.numel() < lines * value_dim:
+            self.partials = torch.empty(lines * value_dim, dtype=torch.float32, device=self.device)
+        if self.stats.numel() < lines * 2:
+            self.stats = torch.empty(lines * 2, dtype=torch.float32, device=self.device)
+        if self.arrived.numel() < arrivals:
+            self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=self.device)
 
 
 def decode_attention(
@@ -320,10 +329,9 @@ def decode_attention(
     if rows != plan.rows or (spec.window or 0) != (plan.window or 0):
         raise ValueError(f"the plan is for {plan.rows} rows and window {plan.window}, not for {rows} and {spec.window}")
     scale, softcap = _scales(spec)
-    group = heads // kv_heads
     shape = plan.shape
-    value_pad, group_pad = _power_of_two(value_dim), _power_of_two(group)
-    _kernels().decode_kernel[(plan.max_items * kv_heads,)](
+    value_pad, lines_pad = _power_of_two(value_dim), _power_of_two(plan.lines)
+    _kernels().decode_kernel[(plan.max_items * kv_heads * plan.parts,)](
         query,
         cache.key,
         cache.value,
@@ -345,18 +353,20 @@ def decode_attention(
         cache.key.stride(0),
         cache.value.stride(0),
         KV_HEADS=kv_heads,
-        GROUP=group,
+        GROUP=heads // kv_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_SIZE=block_size,
         SOFTCAP=spec.softcap is not None,
         SINKS=spec.sinks is not None,
-        ROWS=shape.rows,
+        PARTS=plan.parts,
+        LINES=plan.lines,
         KEY_PAD=_power_of_two(key_dim),
         VALUE_PAD=value_pad,
-        TILE=shape.tile,
-        JOIN=max(1, 8192 // (value_pad * group_pad)),
-        GROUP_PAD=group_pad,
+        WAYS=shape.ways,
+        TOKENS=shape.tokens,
+        JOIN=max(1, 1024 * shape.warps // (value_pad * lines_pad)),
+        LINES_PAD=lines_pad,
         STAGES=shape.stages,
         num_warps=shape.warps,
     )
@@ -466,6 +476,7 @@ def _prefill_portable(
         KEY_PAD=_power_of_two(key_dim),
         VALUE_PAD=_power_of_two(value_dim),
         TILE=shape.tile,
+        SHORT=shape.short,
         STAGES=shape.stages,
         num_warps=shape.warps,
     )

@@ -38,8 +38,9 @@ def install(model: nn.Module, tokenizer: Any | None = None, **settings: Any) -> 
 
     Raises as `flatbed.Engine` does when the model cannot be run. Installing again replaces the settings.
     """
+    installed = GenerateBatch(model, tokenizer, settings)
     uninstall(model)
-    model.__dict__[_METHOD] = GenerateBatch(model, tokenizer, settings)
+    model.__dict__[_METHOD] = installed
     return model
 
 

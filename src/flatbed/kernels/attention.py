@@ -157,6 +157,46 @@ def plan_kernel(
             tl.store(items + (done + lane) * 8 + 5, tl.zeros([64], tl.int32), mask=done + lane < max_items)
 
 
+@triton.jit
+def _joined(
+    partials,
+    stats,
+    place,  # of the first of `count` partial results, which lie one behind the other
+    count,
+    line,  # [LINES_PAD]
+    used,  # [LINES_PAD]
+    value_dim,  # [VALUE_PAD]
+    LINES: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    LINES_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    JOIN: tl.constexpr,
+):
+    """The result [LINES_PAD, VALUE_PAD] that partial results make together, JOIN of them at a time."""
+    lane = tl.arange(0, JOIN)
+    top = tl.full([LINES_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([LINES_PAD], tl.float32)
+    mixed = tl.zeros([LINES_PAD, VALUE_PAD], tl.float32)
+    for done in range(0, count, JOIN):
+        at = place + done + lane
+        mask = ((done + lane) < count)[:, None] & used[None, :]
+        stat = stats + (at * (2 * LINES))[:, None] + line[None, :]
+        part = partials + ((at * LINES)[:, None] + line[None, :])[:, :, None] * VALUE_DIM + value_dim[None, None, :]
+        # Read past L1, which the stores of other programs do not reach.
+        tops = tl.load(stat, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stat + LINES, mask=mask, other=0.0, cache_modifier=".cg")
+        mask = mask[:, :, None] & (value_dim < VALUE_DIM)[None, None, :]
+        parts = tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        factor = tl.exp2(tops - base[None, :])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(totals * factor, 0)
+        mixed = mixed * decay[:, None] + tl.sum(parts * factor[:, :, None], 0)
+        top = higher
+    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
 @triton.jit(do_not_specialize=["max_items", "table_stride"])
 def decode_kernel(
     query,  # [rows, KV_HEADS * GROUP, KEY_DIM], strided over rows and heads
@@ -165,9 +205,9 @@ def decode_kernel(
     out,  # [rows, KV_HEADS * GROUP, VALUE_DIM], strided over rows and heads
     tables,  # int32 [rows, ...]
     items,  # int32 [max_items, 8]: row, first token, end, first token seen, the row's first item, its items (0: none)
-    partials,  # float32 [KV_HEADS, max_items, GROUP, VALUE_DIM]
-    stats,  # float32 [KV_HEADS, max_items, 2, GROUP]: running maximum, sum
-    arrived,  # int32 [rows, KV_HEADS], zero between launches
+    partials,  # float32 [KV_HEADS * PARTS, max_items, LINES, VALUE_DIM]
+    stats,  # float32 [KV_HEADS * PARTS, max_items, 2, LINES]: running maximum, sum
+    arrived,  # int32 [rows, KV_HEADS * PARTS], zero between launches
     sinks,  # [KV_HEADS * GROUP]
     scale,
     softcap,
@@ -186,148 +226,152 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
-    ROWS: tl.constexpr,  # GROUP, rounded up to a power of two of at least 16
+    PARTS: tl.constexpr,  # programs among which the query heads of one K/V head are divided
+    LINES: tl.constexpr,  # query heads of a program, at most 16
     KEY_PAD: tl.constexpr,  # KEY_DIM, rounded up to a power of two
     VALUE_PAD: tl.constexpr,
-    TILE: tl.constexpr,
+    WAYS: tl.constexpr,  # softmaxes side by side: one for each warp, or 1 where products are not on the tensor cores
+    TOKENS: tl.constexpr,  # that each reads at a time; divides BLOCK_SIZE
     JOIN: tl.constexpr,  # partial results that are combined at a time
-    GROUP_PAD: tl.constexpr,  # GROUP, rounded up to a power of two
+    LINES_PAD: tl.constexpr,  # LINES, rounded up to a power of two
     STAGES: tl.constexpr,
 ):
-    """One program per (item, K/V head): the attention of one token's `GROUP` query heads over a piece of its K/V.
+    """One program per (item, K/V head, part of its query heads): attention of one token over a piece of its K/V.
+
+    The warps of a program take turns at the tokens, and each keeps a softmax of its own; their results meet at the end.
+    Written as a product with a batch dimension, which the compiler gives to the warps: in the loop they exchange
+    nothing::
+
+          tokens    at + 0 .. 15 │ 16 .. 31 │ 32 .. 47 │ 48 .. 63 │ next step ...
+                    warp 0         warp 1     warp 2     warp 3
 
     A row that is one item is written at once. Otherwise each program leaves its partial result (Flash-Decoding,
     https://pytorch.org/blog/flash-decoding/), and the one that arrives last combines them; a second launch would cost
     more than that, since a step runs this once a layer.
     """
-    head = tl.program_id(0) % KV_HEADS
-    item = tl.program_id(0) // KV_HEADS
+    column = tl.program_id(0) % (KV_HEADS * PARTS)
+    item = tl.program_id(0) // (KV_HEADS * PARTS)
+    # All at once: what follows waits for one trip to memory, not for several.
     record = items + item * 8
-    count = tl.load(record + 5)
-    if count == 0:
-        return
     row = tl.load(record).to(tl.int64)
     begin = tl.load(record + 1)
     end = tl.load(record + 2)
     low = tl.load(record + 3)
     start = tl.load(record + 4)
+    count = tl.load(record + 5)
+    if count == 0:
+        return
 
-    line = tl.arange(0, ROWS)
+    head = column // PARTS
+    line = tl.arange(0, 16)
+    member = column % PARTS * LINES + line
+    used = (line < LINES) & (member < GROUP)
+    member = head * GROUP + member
+    way = tl.arange(0, WAYS)
+    within = tl.arange(0, TOKENS)
     key_dim = tl.arange(0, KEY_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
-    within = tl.arange(0, TILE)
-    query_mask = (line < GROUP)[:, None]
+    table = tables + row * table_stride
+    following = tl.load(table + (begin + way * TOKENS) // BLOCK_SIZE, mask=begin + way * TOKENS < end, other=0)
+    query_mask = used[:, None]
     if KEY_PAD != KEY_DIM:
         query_mask = query_mask & (key_dim < KEY_DIM)[None, :]
     q = tl.load(
-        query + row * query_row_stride + (head * GROUP + line)[:, None] * query_head_stride + key_dim[None, :],
+        query + row * query_row_stride + member[:, None] * query_head_stride + key_dim[None, :],
         mask=query_mask,
         other=0.0,
     )
+    q = tl.broadcast_to(q[None, :, :], [WAYS, 16, KEY_PAD])
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([WAYS, 16], float("-inf"), tl.float32)
+    total = tl.zeros([WAYS, 16], tl.float32)
     if SINKS:
-        # A sink is one more key with no value; the row's first item counts it.
-        sink = tl.load(sinks + head * GROUP + line, mask=line < GROUP, other=0.0).to(tl.float32) * LOG2E
-        top = tl.where(item == start, sink, top)
-        total = tl.where(item == start, 1.0, total)
-    mixed = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+        # A sink is one more key with no value; the first warp of the row's first item counts it.
+        sink = tl.load(sinks + member, mask=used, other=0.0).to(tl.float32) * LOG2E
+        counts = (item == start) & (way == 0)[:, None]
+        top = tl.where(counts, sink[None, :], top)
+        total = tl.where(counts, 1.0, total)
+    mixed = tl.zeros([WAYS, 16, VALUE_PAD], tl.float32)
 
-    table = tables + row * table_stride
     keys = key_pool + head * (BLOCK_SIZE * KEY_DIM)
     values = value_pool + head * (BLOCK_SIZE * VALUE_DIM)
-    following = _blocks(table, begin, end, BLOCK_SIZE, TILE)
-    for at in tl.range(begin, end, TILE, num_stages=STAGES):
-        token = at + within
+    key_in_tile = within[None, :, None] * KEY_DIM + key_dim[None, None, :]
+    value_in_tile = within[None, :, None] * VALUE_DIM + value_dim[None, None, :]
+    for at in tl.range(begin, end, WAYS * TOKENS, num_stages=STAGES):
+        first = at + way * TOKENS
+        token = first[:, None] + within[None, :]
         seen = (token < end) & (token >= low)
-        block, slot = _slots(following, at, BLOCK_SIZE, TILE)
-        following = _blocks(table, at + TILE, end, BLOCK_SIZE, TILE)
-        key_mask = seen[:, None]
-        value_mask = seen[:, None]
+        # The ids of the next tile's blocks are carried to it: were they loaded together with the blocks, the compiler
+        # would spend its pipeline stages on them.
+        block = following.to(tl.int64)
+        slot = first % BLOCK_SIZE
+        following = tl.load(table + (first + WAYS * TOKENS) // BLOCK_SIZE, mask=first + WAYS * TOKENS < end, other=0)
+        key_mask = seen[:, :, None]
+        value_mask = seen[:, :, None]
         if KEY_PAD != KEY_DIM:
-            key_mask = key_mask & (key_dim < KEY_DIM)[None, :]
+            key_mask = key_mask & (key_dim < KEY_DIM)[None, None, :]
         if VALUE_PAD != VALUE_DIM:
-            value_mask = value_mask & (value_dim < VALUE_DIM)[None, :]
-        k = tl.load(
-            keys + (block * key_block_stride + slot * KEY_DIM)[:, None] + key_dim[None, :], mask=key_mask, other=0.0
-        )
-        v = tl.load(
-            values + (block * value_block_stride + slot * VALUE_DIM)[:, None] + value_dim[None, :],
-            mask=value_mask,
-            other=0.0,
-        )
-        scores = _softcapped(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, SOFTCAP)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        # A window may leave nothing of the first tile: then the maximum is -inf, and -inf - -inf would be NaN.
+            value_mask = value_mask & (value_dim < VALUE_DIM)[None, None, :]
+        key_at = keys + (block * key_block_stride + slot * KEY_DIM)[:, None, None] + key_in_tile
+        value_at = values + (block * value_block_stride + slot * VALUE_DIM)[:, None, None] + value_in_tile
+        k = tl.load(key_at, mask=key_mask, other=0.0)
+        v = tl.load(value_at, mask=value_mask, other=0.0)
+        scores = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee")
+        scores = tl.where(seen[:, None, :], _softcapped(scores, scale, softcap, SOFTCAP), float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 2))
+        # A warp may have seen nothing yet: then the maximum is -inf, and -inf - -inf would be NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores - base[:, :, None])
         decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 1)
-        mixed = mixed * decay[:, None]
+        total = total * decay + tl.sum(weights, 2)
+        mixed = mixed * decay[:, :, None]
         mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision="ieee")
         top = higher
+
+    higher = tl.max(top, 0)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    factor = tl.exp2(top - base[None, :])
+    total_of_all = tl.sum(total * factor, 0)
+    mixed_of_all = tl.sum(mixed * factor[:, :, None], 0)
 
     out_row = out + row * out_row_stride
     if count == 1:
         # A row of length 0 (padding of a captured graph) has seen nothing: its output is 0.
-        result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = mixed_of_all / tl.where(total_of_all == 0.0, 1.0, total_of_all)[:, None]
         tl.store(
-            out_row + (head * GROUP + line)[:, None] * out_head_stride + value_dim[None, :],
+            out_row + member[:, None] * out_head_stride + value_dim[None, :],
             result.to(out.dtype.element_ty),
-            mask=(line < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :],
+            mask=used[:, None] & (value_dim < VALUE_DIM)[None, :],
         )
         return
 
-    place = head * max_items + item
+    place = column * max_items + item
     tl.store(
-        partials + ((place * GROUP + line) * VALUE_DIM)[:, None] + value_dim[None, :],
-        mixed,
-        mask=(line < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :],
+        partials + ((place * LINES + line) * VALUE_DIM)[:, None] + value_dim[None, :],
+        mixed_of_all,
+        mask=used[:, None] & (value_dim < VALUE_DIM)[None, :],
     )
-    tl.store(stats + place * (2 * GROUP) + line, top, mask=line < GROUP)
-    tl.store(stats + place * (2 * GROUP) + GROUP + line, total, mask=line < GROUP)
+    tl.store(stats + place * (2 * LINES) + line, higher, mask=used)
+    tl.store(stats + place * (2 * LINES) + LINES + line, total_of_all, mask=used)
     # All threads have stored before one of them tells: the barrier and the release together order the stores.
     tl.debug_barrier()
-    before = tl.atomic_add(arrived + row * KV_HEADS + head, 1, sem="acq_rel")
+    arrival = arrived + row * (KV_HEADS * PARTS) + column
+    before = tl.atomic_add(arrival, 1, sem="acq_rel")
     if before != count - 1:
         return
-    tl.store(arrived + row * KV_HEADS + head, 0)
+    tl.store(arrival, 0)
 
-    lane = tl.arange(0, JOIN)
-    member = tl.arange(0, GROUP_PAD)
-    joined_top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    joined_total = tl.zeros([GROUP_PAD], tl.float32)
-    joined = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
-    # Partial results of a row lie one behind the other. Read past L1, which other programs' stores do not reach.
-    place = head * max_items + start
-    for done in range(0, count, JOIN):
-        there = (done + lane) < count
-        stat = stats + ((place + done + lane) * (2 * GROUP))[:, None] + member[None, :]
-        mask = there[:, None] & (member < GROUP)[None, :]
-        tops = tl.load(stat, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(stat + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
-        parts = tl.load(
-            partials
-            + (((place + done + lane) * GROUP)[:, None, None] + member[None, :, None]) * VALUE_DIM
-            + value_dim[None, None, :],
-            mask=mask[:, :, None] & (value_dim < VALUE_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        higher = tl.maximum(joined_top, tl.max(tops, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        factor = tl.exp2(tops - base[None, :])
-        decay = tl.exp2(joined_top - base)
-        joined_total = joined_total * decay + tl.sum(totals * factor, 0)
-        joined = joined * decay[:, None] + tl.sum(parts * factor[:, :, None], 0)
-        joined_top = higher
-    joined = joined / tl.where(joined_total == 0.0, 1.0, joined_total)[:, None]
+    line = tl.arange(0, LINES_PAD)
+    member = column % PARTS * LINES + line
+    used = (line < LINES) & (member < GROUP)
+    result = _joined(
+        partials, stats, column * max_items + start, count, line, used, value_dim,
+        LINES, VALUE_DIM, LINES_PAD, VALUE_PAD, JOIN,
+    )  # fmt: skip
     tl.store(
         out_row + (head * GROUP + member)[:, None] * out_head_stride + value_dim[None, :],
-        joined.to(out.dtype.element_ty),
-        mask=(member < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :],
+        result.to(out.dtype.element_ty),
+        mask=used[:, None] & (value_dim < VALUE_DIM)[None, :],
     )
 
 
@@ -443,6 +487,7 @@ def prefill_kernel(
     KEY_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     TILE: tl.constexpr,
+    SHORT: tl.constexpr,  # one loop, with masks: where tiles are few, filling a second pipeline takes longer
     STAGES: tl.constexpr,
 ):
     """One program per (tile of queries, K/V head).
@@ -493,21 +538,24 @@ def prefill_kernel(
     table = tables + sequence * table_stride
     keys = key_pool + head * (BLOCK_SIZE * KEY_DIM)
     values = value_pool + head * (BLOCK_SIZE * VALUE_DIM)
-    if WINDOW:
+    if SHORT:
+        all_from, all_to = begin, begin
+    if WINDOW and not SHORT:
         mixed, top, total = _prefill_tiles(
             mixed, top, total, q, position, begin, tl.minimum(all_from, end), table, keys, values,
             scale, softcap, window, key_block_stride, value_block_stride,
             KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, True, 2,
         )  # fmt: skip
-    mixed, top, total = _prefill_tiles(
-        mixed, top, total, q, position, all_from, all_to, table, keys, values,
-        scale, softcap, window, key_block_stride, value_block_stride,
-        KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, False, STAGES,
-    )  # fmt: skip
+    if not SHORT:
+        mixed, top, total = _prefill_tiles(
+            mixed, top, total, q, position, all_from, all_to, table, keys, values,
+            scale, softcap, window, key_block_stride, value_block_stride,
+            KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, False, STAGES,
+        )  # fmt: skip
     mixed, top, total = _prefill_tiles(
         mixed, top, total, q, position, all_to, end, table, keys, values,
         scale, softcap, window, key_block_stride, value_block_stride,
-        KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, True, 2,
+        KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, BLOCK_SIZE, TILE, SOFTCAP, WINDOW, True, STAGES if SHORT else 2,
     )  # fmt: skip
 
     at = (first_token + index) * out_token_stride + member * out_head_stride

@@ -45,7 +45,8 @@ def rotate_write_kernel(
 ):  # fmt: skip
     """Rotary embedding of q and k (after an RMSNorm of each head when NORM), K and V into the pool.
 
-    A program per (token, head), heads counted q, then k, then v. The two halves of a head are rotated against each other::
+    A program per (token, head), heads counted q, then k, then v. The two halves of a head are rotated against each
+    other::
 
         out[:half] = a cos - b sin        out[half:] = b cos + a sin        (a, b the halves; cos, sin by position)
     """

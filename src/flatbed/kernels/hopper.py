@@ -1,15 +1,16 @@
-"""Ragged causal prefill for Hopper: the algorithm of FlashAttention-3 over the paged pool, written in Gluon.
+"""Ragged causal prefill for Hopper: FlashAttention-3's division of labour over the paged pool, written in Gluon.
 
 Gluon is Triton's lower level: layouts, shared memory, barriers and warp groups are explicit. It is needed because what
 makes attention fast on this chip (Shah et al., 2024, https://arxiv.org/abs/2407.08608) cannot be said in plain Triton::
 
-      producer warp      K 0 │ V 0 │ K 1 │ V 1 │ K 2 │ ...        bulk copies of blocks into a ring of buffers
-      warp group 0       Q K0 │ Q K1  softmax 1 │ Q K2  softmax 2 │        64 rows of queries each; the product of a tile
-                              │ P0 V0           │ P1 V1           │        with V runs under the softmax of the next
-      warp group 1           the same for its own 64 rows, half a step behind
+      one warp        K 3 │ V 3 │ K 2 │ V 2 │ K 1 │ ...      bulk copies of whole blocks into a ring of buffers,
+                        ▼     ▼     ▼                        as fast as the ring is emptied
+      warp group 0    Q K3  softmax  P V3 │ Q K2 ...         64 rows of queries each. While one group computes its
+      warp group 1       Q K3  softmax  P V3 │ Q K2 ...      softmax, the tensor cores work for another
+      warp group 2          Q K3  softmax  P V3 │ ...
 
-The keys of a tile of queries are taken from the last to the first: only the first few tiles need a mask, and the loop over the rest has
-none. Windows, soft-caps, sinks and other dimensions are left to the portable kernel in attention.py.
+The keys are taken from the last tile to the first: only the first few tiles that come need a mask, and the loop over
+the rest has none. Windows, soft-caps, sinks and other head sizes are left to the portable kernel in attention.py.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def _produce(
         tile = tiles - 1 - step
         mbarrier.wait(key_empty.index(place), phase ^ 1)
         _load_tile(
-            key_rows, key_full.index(place), key_buffers.index(place), table, tile, last_block, key_block_rows, head_rows,
-            DIM, BLOCK_SIZE, TILE,
+            key_rows, key_full.index(place), key_buffers.index(place), table, tile, last_block, key_block_rows,
+            head_rows, DIM, BLOCK_SIZE, TILE,
         )  # fmt: skip
         mbarrier.wait(value_empty.index(place), phase ^ 1)
         _load_tile(
@@ -109,7 +110,7 @@ def _produce(
 def _weigh(
     scores, mixed, top, total, scale, position, tile, TILE: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr
 ):
-    """The online softmax of one tile of scores: weights for the product with V, and what was mixed so far made smaller."""
+    """The online softmax of one tile of scores: its weights, and what was mixed so far scaled down to match."""
     scores_layout: gl.constexpr = scores.type.layout
     mixed_layout: gl.constexpr = mixed.type.layout
     if MASKED:
@@ -205,7 +206,7 @@ def _consume(
     AHEAD: gl.constexpr,
 ):
     """One warp group: rows PART * 64 .. of the tile of queries."""
-    key_buffers, value_buffers, key_full, key_empty, value_full, value_empty = ring
+    _, value_buffers, _, key_empty, value_full, _ = ring
     first_token, first, count, head = tile
     query_token_stride, query_head_stride, out_token_stride, out_head_stride = strides
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -238,8 +239,8 @@ def _consume(
         mbarrier.arrive(key_empty.index(0))
 
     if end % TILE != 0:
-        # Slots past the end may hold NaN, which a weight of 0 does not stop. All warp groups write the same here: what was
-        # there, and zeros past the end; so none can disturb another.
+        # Slots past the end may hold NaN, which a weight of 0 does not stop. All warp groups write the same here (what
+        # was there, and zeros past the end), so none can disturb another.
         values = value_buffers.index(0)
         mbarrier.wait(value_full.index(0), 0)
         token = (tiles - 1) * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, load_layout))

@@ -5,8 +5,8 @@
       logits [rows, vocabulary]
         ├─ chunk 0 ─┐  partials_kernel: one program per (row, chunk): maximum, where, sum of exp at temperature 1 and t
         ├─ chunk 1 ─┤
-        └─ ...     ─┴▶ draw_kernel: one program per row: greedy takes the largest maximum; sampling finds the chunk in which
-                       the cumulative distribution passes u, reads that chunk again, and finds the token in it
+        └─ ...     ─┴▶ draw_kernel: one program per row: greedy takes the largest maximum; sampling finds the chunk in
+                       which the cumulative distribution passes u, reads it again, and finds the token in it
 """
 
 import triton

@@ -12,8 +12,9 @@ Addresses for the whole capacity are reserved once; memory comes and goes in chu
       shrink   wait for the device, then from the top down: cuMemUnmap ─▶ cuMemRelease
       end      cuMemAddressFree, when the last tensor over the range is gone
 
-What points into the range (tensors, tensor maps, captured CUDA graphs) stays valid while chunks go and come back. Touching
-an address without memory is an error on the device, so nothing may run over blocks that `grow` was not asked for.
+What points into the range (tensors, tensor maps, captured CUDA graphs) stays valid while chunks go and come back.
+Touching an address without memory is an error on the device, so nothing may run over blocks that `grow` was not asked
+for.
 
 Measured on an H200: reserving 120 GiB takes 26 us; mapping a chunk 35 to 60 us, whatever its size, without waiting for
 running kernels; unmapping one 33 to 98 us.
@@ -32,13 +33,14 @@ import torch
 from flatbed.memory.capacity import round_up
 from flatbed.memory.pool import Backing
 
-# Committed memory follows the live blocks in steps of this size, so at most this much is taken in vain; design section 7
-# allows 25 % and 400 MiB, and the graphs need most of the latter. Smaller would cost time instead: a chunk takes about 50 us
-# of the CPU, which for an 8B model (147 kB of K/V a token) is 50 us every 228 tokens, 0.6 % of a prefill.
+# Committed memory follows the blocks in steps of this size, so less than one chunk is taken in vain, however large the
+# pool is: little beside the 400 MiB that design section 7 allows over 1.25 times the live K/V, which graphs and
+# activations need more. Smaller would cost time: a chunk takes the CPU about 50 us whatever its size. For an 8B model
+# (147 kB of K/V a token) a chunk lasts 228 tokens, so that is 0.2 us a token, 0.6 % of a long prefill.
 CHUNK = 32 << 20
 
-# What is left of the device for the forward pass when PyTorch's cache had to be emptied for a chunk. The cache is where the
-# steps' own activations come from: were the pool to take all of it, the next step would fail instead of a request waiting.
+# What is left of the device for the forward pass when PyTorch's cache had to be emptied for a chunk. The cache is where
+# the steps' activations come from: were the pool to take all of it, the next step would fail instead of a request wait.
 ROOM_FOR_STEPS = 256 << 20
 
 
@@ -46,7 +48,7 @@ def load_driver() -> Any:
     """The module with the driver's functions. Raises ImportError where cuda-bindings is not installed."""
     try:
         from cuda.bindings import driver
-    except ImportError:  # its name before version 12.8
+    except ImportError:  # its name in older versions
         from cuda import cuda as driver
     return driver
 
@@ -77,14 +79,15 @@ class ElasticBacking(Backing):
     the same tensor for good, whatever is mapped.
 
     New chunks are filled with zeros: fresh memory of the driver is not promised to be clean. That is work on the
-    *current stream* (about 10 us of the GPU for each chunk), so steps over the new blocks belong on that stream or after it.
+    *current stream* (about 10 us of the GPU for each chunk): steps over new blocks belong on that stream or after it.
 
     Args:
         capacity_bytes: rounded up to the driver's granularity (2 MiB on an H200).
         device: a CUDA device.
         driver: the module of the driver's functions; None loads it.
 
-    Raises ImportError without cuda-bindings, RuntimeError with the driver's name of the error where a call fails.
+    Raises ImportError without cuda-bindings, OverflowError for more addresses than there are, and RuntimeError with the
+    driver's name of the error for whatever else goes wrong there.
     """
 
     stable: ClassVar[bool] = True
@@ -92,7 +95,7 @@ class ElasticBacking(Backing):
     def __init__(self, capacity_bytes: int, device: torch.device, driver: Any = None) -> None:
         self._device = torch.device(device.type, _index(device))
         self._synchronize = functools.partial(torch.cuda.synchronize, self._device)
-        self._synchronize()  # PyTorch makes the primary context, should this be the first that the process wants of the GPU
+        self._synchronize()  # PyTorch makes the context, should this be the first that the process wants of the device
         driver = driver or load_driver()
         _call(driver, "cuInit", 0)
         self._range: _Range | None = _Range(driver, _index(device), capacity_bytes, CHUNK, self._synchronize)
@@ -130,7 +133,7 @@ class ElasticBacking(Backing):
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Empties PyTorch's cache, if that can free `nbytes` and leave ROOM_FOR_STEPS. True when so much is free now."""
+        """Empties PyTorch's cache if that can free `nbytes` and leave ROOM_FOR_STEPS. True when so much is free now."""
         needed = nbytes + ROOM_FOR_STEPS
         cached = self._cached()
         self._unreachable = min(self._unreachable, cached)
@@ -184,9 +187,7 @@ class _Range:
     A tensor over it keeps it alive; with the last reference everything goes back to the driver.
     """
 
-    def __init__(
-        self, driver: Any, device: int, nbytes: int, chunk: int, synchronize: Callable[[], object]
-    ) -> None:
+    def __init__(self, driver: Any, device: int, nbytes: int, chunk: int, synchronize: Callable[[], object]) -> None:
         self._driver = driver
         on_device = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._kind = driver.CUmemAllocationProp()
@@ -199,7 +200,10 @@ class _Range:
         granularity = int(_call(driver, "cuMemGetAllocationGranularity", self._kind, minimum))
         self._chunk = round_up(chunk, granularity)
         self.reserved = round_up(max(nbytes, 1), granularity)
-        self.address = int(_call(driver, "cuMemAddressReserve", self.reserved, 0, 0, 0))
+        try:
+            self.address = int(_call(driver, "cuMemAddressReserve", self.reserved, 0, 0, 0))
+        except (RuntimeError, MemoryError) as error:
+            raise OverflowError(f"{self.reserved} bytes of addresses cannot be reserved: {error}") from error
         self.mapped = 0
         self._chunks: list[_Chunk] = []
         give_back = weakref.finalize(self, _give_back, driver, self.address, self.reserved, self._chunks, synchronize)
@@ -207,14 +211,15 @@ class _Range:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"version": 3, "typestr": "|u1", "shape": (self.reserved,), "strides": None, "data": (self.address, False)}
+        data = (self.address, False)  # not read-only
+        return {"version": 3, "typestr": "|u1", "shape": (self.reserved,), "strides": None, "data": data}
 
     def rounded(self, nbytes: int) -> int:
         """What is mapped when `nbytes` are needed."""
         return min(round_up(nbytes, self._chunk), self.reserved)
 
     def extend(self, nbytes: int) -> None:
-        """Maps further chunks until `nbytes` are there. Raises MemoryError, and maps none, when they cannot all be had."""
+        """Maps further chunks until `nbytes` are there. Raises MemoryError, and maps none, when not all can be had."""
         before = self.mapped
         try:
             while self.mapped < nbytes:

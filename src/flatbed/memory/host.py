@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import sys
@@ -13,8 +12,8 @@ import torch
 from flatbed.memory.capacity import round_up
 from flatbed.memory.pool import Backing
 
-# Without it the kernel counts the whole reservation against what it may promise, and a later fork fails. Python's mmap has
-# the name from 3.13 on; the value is Linux's.
+# Without it the kernel counts the whole reservation against what it may promise, and a later fork fails. Python's
+# mmap has the name from 3.13 on; the value is Linux's.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 # Memory is counted as committed, and given back, in steps of this many bytes.
@@ -51,11 +50,11 @@ class HostBacking(Backing):
             self.committed = keep
 
     def close(self) -> None:
+        # The pages go now. The addresses go with the last tensor over them: torch keeps the mapping alive, but
+        # closing it under a tensor that somebody still holds would leave that tensor without memory.
         self.shrink(0)
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        # A tensor over the mapping that somebody still holds keeps its addresses; the pages have gone already.
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        del self._map
 
 
 def free_bytes() -> int:

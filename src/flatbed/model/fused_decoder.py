@@ -1,17 +1,19 @@
 """A whole decoder of the Llama kind through fused kernels: 9 launches a layer instead of about 40.
 
-A decoder is recognised by its code, not by its name: each of its classes must have a forward whose body is the same as that
-of a class we know (Llama, Qwen2, Qwen3, Mistral, as installed), its parts must be plain, and nobody may have hooked into
-them. Everything else runs as its model wrote it.
+A decoder is recognised by its code, not by its name: each of its classes must have a forward whose body is the same
+as that of a class we know (Llama, Qwen2, Qwen3, Mistral, as installed), its parts must be plain, and nobody may have
+hooked into them. Everything else runs as its model wrote it.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import textwrap
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from flatbed.attention.base import AttentionSpec
+from flatbed.model.fusions import OneDnnLinear
 from flatbed.model.interface import LayerCall, Session, slot_of
 
 # Role → classes whose forward we know, as module and class name.
@@ -42,36 +45,41 @@ _KNOWN: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-@functools.cache
-def _body(kind: type) -> str:
-    """The forward of a class as text: no decorators, annotations, docstrings or comments."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))  # type: ignore[attr-defined]
-    function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef), "a method is a function"
+def _text_of(function: ast.FunctionDef) -> str:
+    """A function's body as text: no decorators, annotations, docstrings or comments."""
     statements = function.body
     first = statements[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         statements = statements[1:]
-    text = []
     for statement in statements:
         for node in ast.walk(statement):
             if isinstance(node, ast.AnnAssign):
                 node.annotation = ast.Constant(None)
-        text.append(ast.unparse(statement))
-    return "\n".join(text)
+    return "\n".join(map(ast.unparse, statements))
+
+
+@functools.cache
+def _body(function: Callable[..., Any]) -> str:
+    """The body of a forward as it runs now (somebody may have put another in the place of the class's own)."""
+    parsed = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    if not isinstance(parsed, ast.FunctionDef):
+        raise TypeError("a lambda")
+    return _text_of(parsed)
 
 
 @functools.cache
 def _known_bodies(role: str) -> frozenset[str]:
-    import importlib
-
+    """The bodies we know, out of Transformers' source files: what stands there, not what runs in this process."""
     bodies = set()
-    for module, name in _KNOWN[role]:
+    for name, kind in _KNOWN[role]:
         try:
-            kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
-            bodies.add(_body(kind))
-        except (ImportError, AttributeError, OSError):  # this Transformers does not have it, or not its source
+            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+            source = ast.parse(inspect.getsource(module))
+        except (ImportError, OSError):  # this Transformers does not have it, or not its source
             continue
+        for node in ast.walk(source):
+            if isinstance(node, ast.ClassDef) and node.name == kind:
+                bodies |= {_text_of(f) for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward"}
     return frozenset(bodies)
 
 
@@ -79,7 +87,7 @@ def _knows(role: str, module: nn.Module) -> bool:
     if "forward" in module.__dict__ or _hooked(module):
         return False
     try:
-        return _body(type(module)) in _known_bodies(role)
+        return _body(type(module).forward) in _known_bodies(role)
     except (OSError, TypeError, SyntaxError):  # no source to look at
         return False
 
@@ -90,7 +98,7 @@ def _hooked(module: nn.Module) -> bool:
 
 def _plain_linear(module: Any, *, bias: bool | None = None) -> bool:
     return (
-        type(module) is nn.Linear
+        type(module) in (nn.Linear, OneDnnLinear)
         and "forward" not in module.__dict__
         and not _hooked(module)
         and module.weight.is_contiguous()

@@ -1,4 +1,4 @@
-"""The fused kernels as functions over tensors: shapes, launch sizes, and the plain torch route where a kernel does not pay.
+"""The fused kernels as functions over tensors: shapes, launch sizes, and plain torch where a kernel does not pay.
 
 Sizes were measured on an H200 (benchmarks/NOTES.md).
 """

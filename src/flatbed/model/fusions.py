@@ -1,8 +1,8 @@
 """Faster modules for the shadow. The registry recognises a module by structure and gives its twin another class.
 
-A replacement shares the parameters of what it replaces (a twin's `_parameters` is the original's own dictionary), so no weight
-is copied and updates are seen at once. What is not recognised runs as the model wrote it. Each replacement is tested against
-what it replaces.
+A replacement shares the parameters of what it replaces (a twin's `_parameters` is the original's own dictionary), so
+no weight is copied and updates are seen at once. What is not recognised runs as the model wrote it. Each replacement
+is tested against what it replaces.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Fusion:
 class OneDnnLinear(nn.Linear):
     """`nn.Linear` in float32 on the CPU, through oneDNN instead of the BLAS that torch was built with.
 
-    Same arithmetic, other kernels: on the machine of benchmarks/cpu-ragged.json it takes 10 to 50 % less time for every shape
-    of a small model, and half for a large vocabulary with few rows.
+    Same arithmetic, other kernels: on the machine of benchmarks/cpu-ragged.json it takes 10 to 50 % less time for
+    every shape of a small model, and half for a large vocabulary with few rows.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

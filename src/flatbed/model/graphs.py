@@ -1,10 +1,10 @@
 """CUDA graphs of a decode step: forward and sampling of up to `bucket` rows, one launch for the CPU.
 
-A graph is captured when a step first needs it. Everything that changes from step to step lies in one static tensor, filled
-by one copy from pinned memory before the replay::
+A graph is captured when a step first needs it. Everything that changes from step to step lies in one static tensor,
+filled by one copy from pinned memory before the replay::
 
-      inputs int32:  rows │ positions │ lengths │ slot blocks │ slot offsets │ temperature │ uniform │ tables [bucket, width]
-                     └──────────────── [bucket] each ──────────────────────────────────────┘   (floats as their bits)
+      inputs int32:  rows │ positions │ lengths │ slot blocks │ slot offsets │ temperature │ uniform │ tables
+                     └──────────────────────── [bucket] each, floats as bits ──────────────────────┘ [bucket, width]
 
 Rows of the bucket that no sequence uses have length 0 and a negative slot block: they read and write nothing. Neither
 capture nor replay touches memory of capacity size.
@@ -116,7 +116,6 @@ class DecodeGraph:
         session: Session,
         layers: tuple[LayerCache, ...],
         last_tokens: torch.Tensor,
-        pool: Any,
         block_size: int,
     ) -> None:
         self.bucket, self.width = bucket, width
@@ -139,14 +138,23 @@ class DecodeGraph:
             logits = forward(ids[None], views["positions"].long()[None], every)
             return logits, draw(logits, views["temperature"], views["uniform"], views["rows"], last_tokens)
 
+        self._step = step
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             step()  # compiles kernels and makes what must not be made while capturing
         torch.cuda.current_stream(device).wait_stream(stream)
+        self._stream = stream
+
+    def capture(self, pool: Any) -> None:
+        """Records the step. Raises RuntimeError when the model does what cannot be recorded."""
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            self.logits, self.out = step()
+        with torch.cuda.graph(self._graph, pool=pool, stream=self._stream):
+            self.logits, self.out = self._step()
+
+    def run_eagerly(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step as it was last filled, launch by launch instead of as a graph: logits and `out`."""
+        return self._step()
 
     def fill(self, step: StepRows) -> None:
         """Copies a step's inputs to the device; the rest of the bucket is made to do nothing."""
@@ -188,12 +196,19 @@ class DecodeGraphs:
         self._layers: tuple[LayerCache, ...] = ()
         self._memory_pool: Any = None
         self.memory_bytes = 0
+        self.refused: str | None = None  # why this model cannot be captured
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def get(self, rows: int, blocks: int, layers: tuple[LayerCache, ...]) -> DecodeGraph:
-        """The graph for `rows` rows whose longest table has `blocks` blocks, over this pool."""
+    def get(self, rows: int, blocks: int, layers: tuple[LayerCache, ...]) -> DecodeGraph | None:
+        """The graph for `rows` rows whose longest table has `blocks` blocks, over this pool.
+
+        None where the model does what a graph cannot hold (it copies from the CPU, or looks at values to decide what to
+        do, as some mixtures of experts do): its steps then run launch by launch.
+        """
+        if self.refused is not None:
+            return None
         if layers is not self._layers:
             self.drop()
             self._layers = layers
@@ -202,9 +217,14 @@ class DecodeGraphs:
             if self._memory_pool is None:
                 self._memory_pool = torch.cuda.graph_pool_handle()
             before = torch.cuda.memory_reserved(self._last_tokens.device)
-            self._graphs[key] = DecodeGraph(
-                *key, self._forward, self._session, layers, self._last_tokens, self._memory_pool, self._block_size
-            )
+            graph = DecodeGraph(*key, self._forward, self._session, layers, self._last_tokens, self._block_size)
+            try:
+                graph.capture(self._memory_pool)
+            except RuntimeError as error:
+                self.drop()
+                self.refused = str(error)
+                return None
+            self._graphs[key] = graph
             self.memory_bytes += max(0, torch.cuda.memory_reserved(self._last_tokens.device) - before)
         return self._graphs[key]
 

@@ -52,7 +52,7 @@ class LayerCall:
 
 
 class Session:
-    """The state that the attention modules of one shadow share: backend and pool while running, a list while probing."""
+    """What the attention modules of one shadow share: backend and pool while running, a list while probing."""
 
     def __init__(self) -> None:
         self.backend: AttentionBackend | None = None
@@ -74,7 +74,7 @@ class Session:
     def attend(
         self, layer: int, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """query [T, heads, key_dim], key [T, kv_heads, key_dim], value [T, kv_heads, value_dim] → [T, heads, value_dim]."""
+        """query [T, heads, key_dim], key and value [T, kv_heads, their dim] → [T, heads, value_dim]."""
         if self.backend is None:
             raise RuntimeError("the shadow model was called outside of the engine")
         cache = self.layers[layer]
@@ -92,7 +92,7 @@ class Session:
         sin: torch.Tensor,
         gains: tuple[torch.Tensor, torch.Tensor, float] | None,
     ) -> torch.Tensor:
-        """`attend` for query, key and value [T, heads * dim] that are not rotated yet: rotary embedding and write in one."""
+        """`attend` for query, key and value [T, heads * dim] that are not rotated yet."""
         from flatbed.model.fused_ops import rotate_write
 
         if self.backend is None:

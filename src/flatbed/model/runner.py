@@ -20,7 +20,8 @@ from flatbed.memory.pool import LayerCache, Pool
 from flatbed.model.buffers import step_inputs, upload
 from flatbed.model.fusions import fuse
 from flatbed.model.interface import NAME, probe
-from flatbed.model.shadow import Identity, make_shadow, unwrap
+from flatbed.model.shadow import make_shadow, unwrap
+from flatbed.model.weights import Identity
 from flatbed.scheduling.plan import BatchPlan
 
 # Layer kinds of `config.layer_types` whose state is K/V alone.
@@ -83,7 +84,7 @@ class ModelRunner:
     def bind(self, pool: Pool, backend: AttentionBackend) -> None:
         """Attends over this pool from now on."""
         self._pool, self._backend = pool, backend
-        if backend.reads_pool and self.device.type == "cuda":
+        if backend.reads_pool:
             from flatbed.model.fused_decoder import fuse_decoder
 
             self.fusions["decoder-layer"] = fuse_decoder(self.shadow, self._session, self._calls)
@@ -116,7 +117,7 @@ class ModelRunner:
         return upload(values, self.device)
 
     def forward(self, plan: BatchPlan) -> torch.Tensor:
-        """Runs a plan: K/V of its tokens are in the pool afterwards. Returns logits [samples, vocabulary], as the model makes them."""
+        """Runs a plan; K/V of its tokens are in the pool afterwards. Returns logits [samples, vocabulary]."""
         assert self._pool is not None, "bind() comes first"
         assert self._backend is not None, "bind() comes first"
         with torch.inference_mode():

@@ -68,7 +68,7 @@ class Steps(ABC):
     def launch(self, plan: BatchPlan) -> Flight:
         """Starts a step. May raise whatever the model's forward raises."""
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027  (most have nothing to drop)
         """The shadow is another: drops what was made for the former."""
 
     @property
@@ -161,20 +161,24 @@ class DeviceSteps(Steps):
         rows, positions = plan.sampled_rows()
         parameters = self._sampler.device_parameters(rows, positions)
         with torch.inference_mode():
+            graph = None
             if not plan.chunks:
                 width = -(-int(positions.max() + 1) // self._runner.block_size)
                 graph = self._graphs.get(len(rows), width, self._runner.pool_layers)
+            if graph is not None:
                 graph.replay(
                     StepRows(rows, positions, plan.tables[rows, :width], parameters.temperature, parameters.uniform)
                 )
                 logits, out = graph.logits[: len(rows)], graph.out[: len(rows)]
             else:
                 logits = self._runner.forward(plan)
+                if len(rows) == 0:  # the middle of prompts: nothing is sampled
+                    return _Landed(plan, self._sampler.sample(plan, logits), False)
                 if parameters.simple:
                     floats = np.stack([parameters.temperature, parameters.uniform]).view(np.int32)
                     sent = self._runner.upload(np.concatenate([floats, rows[None].astype(np.int32)]))
                     temperature, uniform = sent[:2].view(torch.float32)
-                    out = draw(logits, temperature, uniform, sent[2], self._runner.last_tokens) if len(rows) else sent
+                    out = draw(logits, temperature, uniform, sent[2], self._runner.last_tokens)
             if parameters.simple:
                 return _InTheAir(plan, out, parameters.wanted)
             sampled = self._sampler.sample(plan, logits.float())

@@ -1,7 +1,7 @@
 """Sampling on a CUDA device by two Triton launches, for rows that need neither truncation nor their history.
 
-Greedy, temperature, and both log-probabilities. What it cannot do goes to the torch sampler (sampler.py), which says the same
-of every row that both can do.
+Greedy, temperature, and both log-probabilities. What it cannot do goes to the torch sampler (sampler.py), which says
+the same of every row that both can do.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def draw(
         rows: int32 [n]; each token is also written to last_tokens[rows[i]].
         last_tokens: int64, by row.
 
-    Returns int32 [n, 4]: the token, 1 if the logits are finite, and the bits of two float32 log-probabilities of the token,
-    at its temperature and at temperature 1.
+    Returns int32 [n, 4]: the token, 1 if the logits are finite, and the bits of two float32 log-probabilities of the
+    token, at its temperature and at temperature 1.
     """
     n, vocabulary = logits.shape
     chunks = -(-vocabulary // _CHUNK)

@@ -54,8 +54,11 @@ _DEFAULT_NEW_TOKENS = 20
 
 
 def merged(config: Any, model: Any) -> Any:
-    """`config` as `model.generate(generation_config=config)` would read it: unset fields come from the model's generation
-    config, then from Transformers' defaults. A copy; both originals are only read."""
+    """`config` as `model.generate(generation_config=config)` would read it.
+
+    Unset fields come from the model's generation config, then from Transformers' defaults. A copy; both originals are
+    only read.
+    """
     prepared = copy.deepcopy(config)
     prepared.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     if prepared.max_new_tokens is None and prepared.max_length is None:

@@ -24,6 +24,8 @@ from flatbed.scheduling.plan import BatchPlan, Sequence
 
 # Top-p looks at this many most probable tokens first, and sorts the whole vocabulary only where they do not suffice.
 _TOP_P_FIRST = 1024
+# Lower temperatures than this would overflow float32; at this one the most probable token is already certain.
+_LEAST_TEMPERATURE = 1e-20
 # The inverse of the cumulative distribution is found in two levels of this many tokens.
 _CDF_BLOCK = 256
 
@@ -34,7 +36,8 @@ class Sampled:
 
     Attributes:
         tokens: int64 [samples].
-        finite: bool [samples]; False where the logits are NaN, +infinite, or all -infinite.
+        finite: bool [samples]; False where the logits are NaN, +infinite, or all -infinite, or where processing made
+            them so.
         logprobs, raw_logprobs: float32 [samples] of the sampled tokens (see `Completion`), or None when no row asks.
     """
 
@@ -83,7 +86,7 @@ class Sampler:
     def set_row(self, sequence: Sequence, params: SamplingParams, seed: int) -> None:
         """Takes over the parameters of a sequence that was just admitted."""
         row = sequence.row
-        self._temperature[row] = params.temperature
+        self._temperature[row] = max(params.temperature, _LEAST_TEMPERATURE) if params.temperature > 0 else 0
         self._top_k[row] = params.top_k
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
@@ -99,7 +102,7 @@ class Sampler:
             self._processors[row] = params.processors(len(sequence.prompt))
 
     def sample(self, plan: BatchPlan, logits: torch.Tensor) -> Sampled:
-        """float32 logits [samples, vocabulary] of the plan's sampled sequences → tokens. `logits` may be overwritten."""
+        """float32 logits [samples, vocabulary] of the plan's sampled sequences → tokens."""
         rows, positions = plan.sampled_rows()
         if not len(rows):
             empty = torch.empty(0, dtype=torch.int64, device=logits.device)
@@ -116,6 +119,9 @@ class Sampler:
         scores = raw.clone()
         self._penalise(scores, plan, rows)
         self._process(scores, plan, rows)
+        processed = torch.isfinite(scores.amax(-1))  # all suppressed, say
+        finite = finite & processed
+        scores = torch.where(processed[:, None], scores, 0.0)
         tokens = scores.argmax(-1)
         drawn = np.flatnonzero(sampling)
         if len(drawn):
@@ -222,7 +228,7 @@ def _beyond_top_k(scores: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
 
 
 def _beyond_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """True for tokens outside the smallest set of most probable ones that reaches top_p [n]; the most probable one stays.
+    """True for tokens outside the smallest set of most probable ones that reaches top_p [n]. The first always stays.
 
     A token stays when what is more probable than it sums to less than top_p.
     """
@@ -239,7 +245,9 @@ def _beyond_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(probabilities: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The token at which the cumulative distribution, in vocabulary order, passes u. float32 [n, V], float64 [n] → int64 [n].
+    """The token at which the cumulative distribution, in vocabulary order, passes u.
+
+    float32 [n, vocabulary] and float64 [n] → int64 [n].
 
     In two levels, so that only sums of blocks and one block per row are accumulated in float64.
     """

@@ -86,8 +86,17 @@ class BlockPool:
         else:
             return None
         self.refs[block] = 1
-        self.peak_held = max(self.peak_held, self.held)
+        held = self.watermark - len(self._free) - len(self._idle)
+        if held > self.peak_held:
+            self.peak_held = held
         return block
+
+    def allocate_up_to(self, count: int) -> list[int]:
+        """As many blocks, at most `count`, as can be had."""
+        blocks: list[int] = []
+        while len(blocks) < count and (block := self.allocate()) is not None:
+            blocks.append(block)
+        return blocks
 
     def hold(self, block: int) -> None:
         """One more reference to a block that is held or idle."""

@@ -43,15 +43,8 @@ class Match:
         self.tokens = len(self.blocks) * block_size
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A block whose content is known: its own link, and the step that computes it."""
-
-    link: int
-    block: int
-    step: int
-
-
+# A block whose content is known: (its link, the block, the step that computes it).
+_Entry = tuple[int, int, int]
 # The parent link and the tokens after it. Fewer than `block_size` of them make a tail.
 _Key = tuple[int, tuple[int, ...]]
 
@@ -93,14 +86,16 @@ class PrefixCache:
             found = self._entries.get((match.link, tuple(tokens[match.tokens : match.tokens + size])))
             if found is None:
                 return match
-            match.link = found.link
-            match.blocks.append(found.block)
+            match.link, block, _ = found
+            match.blocks.append(block)
             match.tokens += size
         if match.tokens < usable:
             found = self._entries.get((match.link, tuple(tokens[match.tokens :])))
-            if found is not None and found.step < step:
-                match.tail = found.block
-                match.tokens = usable
+            if found is not None:
+                _, block, computed_in = found
+                if computed_in < step:
+                    match.tail = block
+                    match.tokens = usable
         return match
 
     def add(self, parent: int | None, tokens: Sequence[int], block: int, *, step: int) -> int | None:
@@ -112,13 +107,16 @@ class PrefixCache:
         if not self.enabled or parent is None:
             return None
         key = (parent, tuple(tokens))
-        known = self._entries.get(key)
-        if known is None:
-            known = _Entry(self._next_link, block, step)
+        fresh = (self._next_link, block, step)
+        known = self._entries.setdefault(key, fresh)  # looked up once: hashing the key is most of the cost
+        if known is fresh:
             self._next_link += 1
-            self._entries[key] = known
-            self._keys_of.setdefault(block, []).append(key)
-        return known.link
+            keys = self._keys_of.get(block)
+            if keys is None:
+                self._keys_of[block] = [key]
+            else:
+                keys.append(key)
+        return known[0]
 
     def forget(self, block: int) -> None:
         """Drops everything known about `block`."""
@@ -135,6 +133,6 @@ class PrefixCache:
         """Raises AssertionError when the two directions of the index disagree."""
         keys = [key for keys in self._keys_of.values() for key in keys]
         assert len(keys) == len(self._entries), "an entry without its block"
-        for key, entry in self._entries.items():
-            assert key in self._keys_of[entry.block], "an entry that its block does not know"
-            assert entry.block < self._pool.watermark, "an entry for memory that was given back"
+        for key, (_, block, _) in self._entries.items():
+            assert key in self._keys_of[block], "an entry that its block does not know"
+            assert block < self._pool.watermark, "an entry for memory that was given back"

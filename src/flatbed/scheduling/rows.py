@@ -10,6 +10,7 @@ come back. The model may run several steps behind the plan and the results anoth
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flatbed.scheduling.plan import Ints, Sequence
 
@@ -26,10 +27,12 @@ class Rows:
         decoding: the row's prompt is computed and the row gets a token each step, bool.
         epoch: raised when a row is taken, so that late results of its former owner can be told apart, int64.
         tables: block ids, int32 [count, width]. Grows with the longest running sequence, not with the capacity.
-        owner: the sequence in each row.
+        room: positions that the row's blocks have room for, int32.
+        owner: the sequence in each row, or None.
+        outputs: its list of generated tokens.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, block_size: int) -> None:
         self.planned = np.zeros(count, np.int32)
         self.landed = np.zeros(count, np.int32)
         self.limit = np.zeros(count, np.int32)
@@ -38,7 +41,10 @@ class Rows:
         self.decoding = np.zeros(count, bool)
         self.epoch = np.zeros(count, np.int64)
         self.tables: Ints = np.zeros((count, _INITIAL_WIDTH), np.int32)
-        self.owner: list[Sequence | None] = [None] * count
+        self.owner: NDArray[np.object_] = np.full(count, None, object)
+        self.outputs: NDArray[np.object_] = np.full(count, None, object)
+        self.room = np.zeros(count, np.int32)
+        self.block_size = block_size
         self._free = list(range(count - 1, -1, -1))
 
     @property
@@ -50,6 +56,7 @@ class Rows:
         row = self._free.pop()
         sequence.row = row
         self.owner[row] = sequence
+        self.outputs[row] = sequence.output
         self.epoch[row] += 1
         self.planned[row] = self.landed[row] = 0
         self.limit[row] = sequence.positions
@@ -63,23 +70,36 @@ class Rows:
         self._fit(len(sequence.table))
         self.tables[row, : len(sequence.table)] = sequence.table
         self.blocks[row] = len(sequence.table)
+        self.room[row] = len(sequence.table) * self.block_size
         return row
+
+    def append_blocks(self, rows: Ints, blocks: list[int]) -> None:
+        """Adds one block to each of several rows."""
+        at = self.blocks[rows]
+        self._fit(int(at.max()) + 1)
+        self.tables[rows, at] = blocks
+        self.blocks[rows] = at + 1
+        self.room[rows] += self.block_size
+        for owner, block in zip(self.owner[rows].tolist(), blocks, strict=True):
+            owner.table.append(block)
 
     def append_block(self, row: int, block: int) -> None:
         """Adds a block to the row's table and to its owner's."""
-        at = int(self.blocks[row])
-        self._fit(at + 1)
+        table = self.owner[row].table
+        at = len(table)
+        if at == self.tables.shape[1]:
+            self._fit(at + 1)
         self.tables[row, at] = block
+        table.append(block)
         self.blocks[row] = at + 1
-        owner = self.owner[row]
-        assert owner is not None
-        owner.table.append(block)
+        self.room[row] = (at + 1) * self.block_size
 
     def give_back(self, row: int) -> None:
         """Frees the row."""
         owner = self.owner[row]
         assert owner is not None
         owner.row = -1
+        self.outputs[row] = None
         self.owner[row] = None
         self.epoch[row] += 1
         self.decoding[row] = False

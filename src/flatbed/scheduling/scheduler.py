@@ -63,13 +63,15 @@ class Scheduler:
         self.prefill_first = prefill_first
         self.pool = BlockPool(num_blocks, grow)
         self.prefix = PrefixCache(self.pool, block_size, enabled=prefix_cache)
-        self.rows = Rows(self.max_running)
+        self.rows = Rows(self.max_running, block_size)
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
         self.step = 0
         self._groups: dict[tuple[int, ...], PromptGroup] = {}
         self._running: dict[Sequence, None] = {}  # an ordered set: in order of admission
+        self._prefilling: dict[Sequence, None] = {}  # those of them that are in prefill
         self._decoding: Ints = np.empty(0, np.int32)  # rows of decoding sequences, in order of admission
+        self._numbers = list(range(self.max_running))
         self._decoding_stale = False
         self._turn = 0
         self._waited = 0
@@ -108,24 +110,20 @@ class Scheduler:
         if n:
             current = rows.epoch[plan.rows] == plan.epochs
             good = current if finite is None else current & finite[:n]
-            kept = plan.rows[good]
-            rows.landed[kept] = plan.positions[good] + 1
-            picked = tokens[:n][good]
-            values = picked.tolist()
             if good.all():
-                landed.sequences, landed.indices = list(plan.sequences), list(range(n))
+                kept, picked, done = plan.rows, tokens[:n], plan.positions + 1
+                landed.sequences, landed.indices = list(plan.sequences), self._numbers[:n]
             else:
-                landed.indices = np.flatnonzero(good).tolist()
+                indices = np.flatnonzero(good)
+                kept, picked, done = plan.rows[indices], tokens[indices], plan.positions[indices] + 1
+                landed.indices = indices.tolist()
                 landed.sequences = [plan.sequences[i] for i in landed.indices]
-            landed.tokens = values
-            for sequence, value in zip(landed.sequences, values, strict=True):
-                sequence.output.append(value)
+            rows.landed[kept] = done
+            landed.tokens = picked.tolist()
+            deque(map(list.append, rows.outputs[kept].tolist(), landed.tokens), maxlen=0)  # the fastest of loops
             at_eos = (picked[:, None] == rows.eos[kept]).any(1)
-            at_limit = rows.landed[kept] >= rows.limit[kept]
-            full = rows.landed[kept] % self.block_size == 0
-            for i in np.flatnonzero(full):
-                self._link_blocks(landed.sequences[i], int(rows.landed[kept[i]]))
-            for i in np.flatnonzero(at_eos | at_limit):
+            ended = at_eos | (done >= rows.limit[kept])
+            for i in np.flatnonzero(ended):
                 self._end(landed.sequences[i], "eos" if at_eos[i] else "length", landed)
             if finite is not None:
                 for i in np.flatnonzero(current & ~finite[:n]):
@@ -235,9 +233,13 @@ class Scheduler:
             turn = (np.arange(budget) + self._turn) % len(ready)
             self._turn = int(turn[-1]) + 1
             ready = ready[np.sort(turn)]
-        needing = ready[rows.planned[ready] == rows.blocks[ready] * self.block_size]
+        needing = ready[rows.planned[ready] == rows.room[ready]]
+        fresh = self.pool.allocate_up_to(len(needing))
+        served, needing = needing[: len(fresh)], needing[len(fresh) :]
+        if fresh:
+            rows.append_blocks(served, fresh)
         waits: list[int] = []
-        for row in needing.tolist():
+        for row in needing.tolist():  # the pool is full
             if rows.owner[row] is None or not rows.decoding[row]:
                 continue  # preempted for an older one, a moment ago
             block = self._allocate_for(row, barred)
@@ -245,17 +247,15 @@ class Scheduler:
                 waits.append(row)
             else:
                 rows.append_block(row, block)
-                barred.add(row)
         if self._decoding_stale:
             ready = ready[rows.decoding[ready]]
         if waits:
             ready = ready[~np.isin(ready, waits)]
-        owner = rows.owner
         plan.rows = ready
-        plan.sequences = [owner[row] for row in ready.tolist()]  # type: ignore[misc]
+        plan.sequences = rows.owner[ready].tolist()
         plan.positions = rows.planned[ready]
         plan.epochs = rows.epoch[ready]
-        rows.planned[ready] += 1
+        rows.planned[ready] = plan.positions + 1
 
     def _allocate_for(self, row: int, barred: set[int]) -> int | None:
         """A block for a decoding row, if need be by preempting the newest sequence that is not in this plan.
@@ -277,15 +277,14 @@ class Scheduler:
 
     def _decoding_rows(self) -> Ints:
         if self._decoding_stale:
-            decoding = [s.row for s in self._running if s.state is State.DECODE]
-            self._decoding = np.array(decoding, np.int32)
+            self._decoding = self._decoding[self.rows.decoding[self._decoding]]
             self._decoding_stale = False
         return self._decoding
 
     # ---- prefill ----------------------------------------------------------------------------------------------------
 
     def _plan_prefills(self, plan: BatchPlan, budget: int) -> None:
-        for sequence in [s for s in self._running if s.state is State.PREFILL]:
+        for sequence in list(self._prefilling):
             if budget <= 0:
                 return
             budget -= self._plan_chunk(plan, sequence, budget)
@@ -339,12 +338,14 @@ class Scheduler:
         sequence.table = match.blocks + fresh
         sequence.link, sequence.linked = match.link, len(match.blocks)
         sequence.state = State.PREFILL
+        self._prefilling[sequence] = None
         row = self.rows.take(sequence)
         self.rows.planned[row] = self.rows.landed[row] = match.tokens
         if not sequence.preemptions:
             sequence.cached_tokens = match.tokens
         self._running[sequence] = None
-        if not sequence.output and sequence.group.leader is None:
+        # Who finds all of the prompt there but its last token, which everyone computes, lets no twin wait for it.
+        if not sequence.output and sequence.group.leader is None and match.tokens < len(tokens) - 1:
             sequence.group.leader = sequence
         plan.admitted.append(sequence)
         return True
@@ -371,8 +372,10 @@ class Scheduler:
         self._link_blocks(sequence, end)
         if last:
             sequence.state = State.DECODE
+            del self._prefilling[sequence]
+            decoding = self._decoding_rows()  # without those that are gone: this may have been the row of one of them
             rows.decoding[row] = True
-            self._decoding_stale = True
+            self._decoding = np.append(decoding, np.int32(row))
             if not sequence.output:
                 self._remember_tail(sequence)
         return end - start
@@ -389,13 +392,15 @@ class Scheduler:
 
     def _link_blocks(self, sequence: Sequence, computed: int) -> None:
         """Records the sequence's full blocks up to position `computed` in the prefix cache."""
-        size = self.block_size
-        while (sequence.linked + 1) * size <= min(computed, sequence.known):
-            at = sequence.linked * size
-            sequence.link = self.prefix.add(
-                sequence.link, sequence.tokens(at, at + size), sequence.table[sequence.linked], step=self.step
-            )
-            sequence.linked += 1
+        if sequence.link is None:
+            return
+        size, linked = self.block_size, sequence.linked
+        link: int | None = sequence.link
+        while (linked + 1) * size <= computed:
+            at = linked * size
+            link = self.prefix.add(link, sequence.tokens(at, at + size), sequence.table[linked], step=self.step)
+            linked += 1
+        sequence.linked, sequence.link = linked, link
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
@@ -424,7 +429,10 @@ class Scheduler:
         group = sequence.group
         if group.leader is sequence:
             group.leader = None
+        if keep:  # what it generated is recorded only now: all at once costs a third of block by block
+            self._link_blocks(sequence, int(self.rows.landed[sequence.row]))
         del self._running[sequence]
+        self._prefilling.pop(sequence, None)
         self._decoding_stale = True
         self.rows.give_back(sequence.row)
         # Deepest block first: a chain is then evicted from its end, and what is left can still be found.

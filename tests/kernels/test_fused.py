@@ -1,0 +1,180 @@
+"""The fused kernels against what they replace, under Triton's interpreter on the CPU (float32 and float16)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("the package triton is not installed", allow_module_level=True)
+if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    # The variable counts when a kernel is defined: setting it here would take the compiler from the tests in tests/gpu.
+    pytest.skip("a CUDA device is there: set TRITON_INTERPRET=1 to run the interpreter", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"
+
+from families import VOCABULARY, build, reference
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+import flatbed
+from flatbed.attention.base import Availability
+from flatbed.attention.triton import TritonAttention
+from flatbed.memory.pool import LayerCache
+from flatbed.model import fused_ops as ops
+from flatbed.sampling.device import draw
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+DTYPES = (torch.float32, torch.float16)
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [48, 64, 896])
+def test_add_norm(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(size, 1e-6).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    x, residual = torch.randn(5, size, dtype=dtype), torch.randn(5, size, dtype=dtype)
+    with torch.no_grad():
+        normed, summed = ops.add_norm(x, residual, norm.weight, 1e-6)
+        assert torch.equal(summed, residual + x)
+        _close(normed, norm(residual + x))
+        normed, summed = ops.add_norm(x, None, norm.weight, 1e-6)
+        assert summed is x
+        _close(normed, norm(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dim", [16, 24, 64])
+def test_rotate_write(dtype: torch.dtype, norm: bool, dim: int) -> None:
+    torch.manual_seed(0)
+    tokens, heads, kv_heads, block_size = 6, 4, 2, 16
+    packed = torch.randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    query, key, value = packed.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+    angle = torch.randn(tokens, dim // 2).repeat(1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    pool = torch.zeros(2, 3, kv_heads, block_size, dim, dtype=dtype)
+    cache = LayerCache(pool[0], pool[1])
+    blocks, offsets = torch.tensor([2, 0, 0, 1, -1, 2]), torch.tensor([15, 0, 7, 3, 4, 0])
+    gains = None
+    q, k, v = (x.reshape(1, tokens, -1, dim).transpose(1, 2) for x in (query, key, value))
+    if norm:
+        q_norm, k_norm = LlamaRMSNorm(dim, 1e-6).to(dtype), LlamaRMSNorm(dim, 1e-6).to(dtype)
+        torch.nn.init.normal_(q_norm.weight)
+        torch.nn.init.normal_(k_norm.weight)
+        gains = (q_norm.weight.detach(), k_norm.weight.detach(), 1e-6)
+        q, k = q_norm(q).detach(), k_norm(k).detach()
+    expected_q, expected_k = apply_rotary_pos_emb(q, k, cos[None], sin[None])
+    rotated = ops.rotate_write(query, key, value, cos, sin, cache, blocks, offsets, gains)
+    _close(rotated, expected_q[0].transpose(0, 1))
+    for t in range(tokens):
+        if blocks[t] >= 0:
+            _close(cache.key[blocks[t], :, offsets[t]], expected_k[0, :, t])
+            assert torch.equal(cache.value[blocks[t], :, offsets[t]], v[0, :, t])
+    assert int((pool != 0).any(-1).sum()) == 2 * kv_heads * 5, "a token without a block was stored"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products(rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 200, dtype=torch.float16)
+    linears = tuple(
+        ops.Linear(torch.randn(w, 200, dtype=torch.float16) / 14, torch.randn(w, dtype=torch.float16) if bias else None)
+        for w in (56, 24, 20)
+    )
+    for got, linear in zip(ops.products(x, linears), linears, strict=True):
+        _close(got, F.linear(x.float(), linear.weight.float(), linear.bias.float() if bias else None).half())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 33, 70])
+def test_gated(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 72, dtype=dtype)
+    gate, up = (ops.Linear(torch.randn(100, 72, dtype=dtype) / 8, None) for _ in range(2))
+    expected = F.silu(F.linear(x.float(), gate.weight.float())) * F.linear(x.float(), up.weight.float())
+    _close(ops.gated(x, gate, up), expected.to(dtype))
+
+
+def test_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
+    torch.manual_seed(0)
+    rows, vocabulary = 12, 5000
+    logits = 3 * torch.randn(rows, vocabulary)
+    logits[3, :4000] = -torch.inf
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.5, 1.0] * 2)
+    u = torch.rand(rows)
+    u[5], u[6], u[9] = 1.0, 0.5, 1e-9
+    last = torch.zeros(rows + 3, dtype=torch.int64)
+    where = torch.arange(rows, dtype=torch.int32) + 1
+    out = draw(logits, temperature, u, where, last)
+    log_probabilities = logits.double().log_softmax(-1)
+    for row in range(rows):
+        token = int(out[row, 0])
+        assert int(out[row, 1]) == 1
+        assert last[row + 1] == token
+        t = float(temperature[row])
+        warm = (logits[row].double() / (t or 1.0)).log_softmax(-1)
+        if t == 0:
+            assert token == int(logits[row].argmax())
+        else:
+            cumulative = warm.exp().cumsum(-1)
+            before = float(cumulative[token] - warm[token].exp())
+            assert before - 1e-5 <= float(u[row]) <= float(cumulative[token]) + 1e-5
+            assert warm[token] > -torch.inf
+        floats = out[row, 2:].clone().view(torch.float32)
+        assert float(floats[0]) == pytest.approx(float(warm[token]), abs=1e-4)
+        assert float(floats[1]) == pytest.approx(float(log_probabilities[row, token]), abs=1e-4)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_draw_tells_logits_that_are_not_finite(poison: float) -> None:
+    logits = torch.randn(3, 3000)
+    logits[1, 2500] = poison
+    logits[2] = -torch.inf
+    out = draw(
+        logits, torch.tensor([1.0, 1.0, 0.0]), torch.rand(3), torch.arange(3, dtype=torch.int32), torch.zeros(3).long()
+    )
+    assert out[:, 1].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_fused_decoder_equals_generate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttention, "availability", classmethod(lambda cls, device: Availability(True, "a test")))
+    model = build(family)
+    draws = random.Random(3)
+    prompts = [[draws.randrange(VOCABULARY) for _ in range(n)] for n in (1, 7, 16, 30)]
+    with flatbed.Engine(model, attention="triton", block_size=16, capacity="64 blocks") as engine:
+        assert engine._runner.fusions["decoder-layer"] == 2
+        outputs = engine.generate(prompts, flatbed.SamplingParams(max_new_tokens=6, ignore_eos=True))
+    assert [o.token_ids for o in outputs] == [reference(model, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("change", ["hook", "bias", "forward", "family"])
+def test_what_is_not_recognised_is_left_alone(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttention, "availability", classmethod(lambda cls, device: Availability(True, "a test")))
+    model = build("gemma2" if change == "family" else "llama")
+    if change == "hook":
+        model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: 2 * out)
+    elif change == "bias":
+        model.model.layers[0].mlp.up_proj = torch.nn.Linear(48, 64)
+    elif change == "forward":
+        monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    with flatbed.Engine(model, attention="triton", block_size=16, capacity="64 blocks") as engine:
+        assert engine._runner.fusions["decoder-layer"] == 0
+        prompt = [5, 6, 7]
+        output = engine.generate([prompt], flatbed.SamplingParams(max_new_tokens=4, ignore_eos=True))[0]
+    assert output.token_ids == reference(model, prompt, 4)
