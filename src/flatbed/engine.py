@@ -385,9 +385,18 @@ class Engine:
             for sequence in plan.admitted:
                 self._start(sequence)
             try:
-                self._flights.append(self._steps.launch(plan))
+                self._flights.append(self._launch(plan))
             except Exception as error:
                 self._abandon(plan, error)
+
+    def _launch(self, plan: BatchPlan) -> Flight:
+        """Launches a plan; where the device has no memory left for the forward pass, once more after making room."""
+        try:
+            return self._steps.launch(plan)
+        except torch.OutOfMemoryError:
+            self._pool.shrink(self._scheduler.trim())
+            torch.cuda.empty_cache()
+            return self._steps.launch(plan)
 
     def _start(self, sequence: Scheduled) -> None:
         request = self._requests[sequence.request_id]
@@ -649,6 +658,7 @@ class Engine:
             return
         self._end_all("cancelled")
         self._scheduler.trim()
+        self._steps.reset()
         self._runner.unbind()
         self._pool.close()
         self._closed = True

@@ -100,8 +100,30 @@ def test_products(rows: int, bias: bool) -> None:
         _close(got, F.linear(x.float(), linear.weight.float(), linear.bias.float() if bias else None).half())
 
 
+@pytest.mark.parametrize("rows", [1, 20, 64])
+@pytest.mark.parametrize("shape", [(300, 40), (1000, 72)])
+def test_product_in_parts_and_their_sum(rows: int, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    size, width = shape
+    x = torch.randn(rows, size, dtype=torch.float16)
+    linear = ops.Linear(torch.randn(width, size, dtype=torch.float16) / 20, None)
+    residual, gain = torch.randn(rows, width, dtype=torch.float16), torch.randn(width, dtype=torch.float16)
+    parts = ops.product(x, linear)
+    assert parts.dim() == 3
+    assert len(parts) > 1
+    expected = F.linear(x.float(), linear.weight.float())
+    torch.testing.assert_close(parts.sum(0), expected, atol=1e-3, rtol=1e-3)
+    normed, summed = ops.add_norm(parts, residual, gain, 1e-6)
+    _close(summed, expected.half() + residual)
+    wide = summed.float()
+    _close(normed, ((wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).half() * gain))
+    alone, same = ops.add_norm(parts, None, gain, 1e-6)
+    _close(same, expected.half())
+    assert alone.dtype == torch.float16
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 33, 70])
+@pytest.mark.parametrize("rows", [2, 33, 130])
 def test_gated(dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, 72, dtype=dtype)

@@ -56,26 +56,26 @@ def _multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """Launch constants of the decode kernel: `ways` softmaxes side by side, each reading `tokens` at a time."""
+    """Launch constants of the decode kernel: `ways` softmaxes side by side, each reading `tokens` at a time.
+
+    ways * tokens divides _PLAN_TILE, and tokens the block size.
+    """
 
     ways: int
     tokens: int
     warps: int
     stages: int
 
-    @property
-    def tile(self) -> int:
-        """Tokens that a program reads at a time."""
-        return self.ways * self.tokens
-
 
 @functools.cache
-def _decode_shape(key_dim: int, value_dim: int, itemsize: int) -> DecodeShape:
+def _decode_shape(key_dim: int, value_dim: int, itemsize: int, block_size: int) -> DecodeShape:
     dim = _power_of_two(max(key_dim, value_dim))
     if itemsize == 4:
         # Products are not on the tensor cores, where each warp would need all numbers in its own registers.
         return DecodeShape(1, 16, 4 if dim <= 128 else 8, 2)
-    return DecodeShape(4, 16, 4, 4 if dim <= 64 else 3 if dim <= 128 else 2)
+    if dim <= 64:
+        return DecodeShape(4, 32 if block_size % 32 == 0 else 16, 4, 3)
+    return DecodeShape(4, 16, 4, 3 if dim <= 128 else 2)
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,10 @@ class PrefillShape:
     short: bool = False
 
 
-# Shorter sequences leave nothing to gain, and the kernel takes seconds to compile when it is first used.
-_HOPPER_LEAST = 1024
+# From so many tokens on, by head size, the Hopper kernel is faster than the portable one (it has longer prologues).
+_HOPPER_LEAST = {64: 2560, 128: 1024}
+# Up to so many tokens, small tiles in one loop are faster.
+_SHORT_MOST = 64
 
 
 def prefill_shape(
@@ -117,29 +119,30 @@ def prefill_shape(
     plain = spec.window is None and spec.softcap is None and spec.sinks is None
     fits = key_dim == value_dim and key_dim in (64, 128) and 128 % min(block_size, 128) == 0 and block_size % 16 == 0
     fits = fits and (block_size <= 128 or block_size % 128 == 0) and dtype.itemsize == 2
-    hopper = plain and fits and longest >= _HOPPER_LEAST and _hopper(cache.key.device)
-    return _prefill_shape(heads // kv_heads, key_dim, value_dim, dtype.itemsize, hopper)
+    hopper = plain and fits and longest >= _HOPPER_LEAST[key_dim] and _hopper(cache.key.device)
+    short = longest <= _SHORT_MOST
+    return _prefill_shape(heads // kv_heads, key_dim, value_dim, dtype.itemsize, hopper, short)
 
 
 @functools.cache
-def _prefill_shape(group: int, key_dim: int, value_dim: int, itemsize: int, hopper: bool) -> PrefillShape:
+def _prefill_shape(group: int, key_dim: int, value_dim: int, itemsize: int, hopper: bool, short: bool) -> PrefillShape:
     dim = _power_of_two(max(key_dim, value_dim))
     if hopper and group <= 64:
         if dim == 64:
             return PrefillShape(192 // group, 128, 192, 4, 2, hopper=True, ahead=True)
-        return PrefillShape(128 // group, 128, 128, 4, 2, hopper=True, ahead=True)
+        return PrefillShape(128 // group, 128, 128, 4, 2, hopper=True)
 
     def portable(tile: int, rows: int, warps: int, stages: int) -> PrefillShape:
         rows = _power_of_two(group, rows)
-        return PrefillShape(rows // group, tile, rows, warps, stages)
+        return PrefillShape(rows // group, tile, rows, warps, stages, short=short)
 
     if itemsize == 4:  # not on the tensor cores: registers decide
         return portable(32 if dim <= 64 else 16, 32, 4 if dim <= 128 else 8, 2)
-    if dim <= 64:
-        return portable(64, 128, 4, 3)
-    if dim <= 128:
-        return portable(64, 128, 8, 3)
-    return portable(32, 64, 4, 2)
+    if dim > 128:
+        return portable(32, 64, 4, 2)
+    if short or dim == 128:
+        return portable(64, 64, 4, 2)
+    return portable(64, 128, 8, 3)
 
 
 @functools.cache
@@ -153,9 +156,11 @@ def _hopper(device: torch.device) -> bool:
     return (3, 6) <= version <= (3, 9)
 
 
-# Programs per multiprocessor among which long contexts are divided, and the fewest tokens that are worth one.
-_SPREAD = 4
-_LEAST_TOKENS = 256
+# Plans divide K/V at multiples of so many tokens.
+_PLAN_TILE = 128
+# Programs per multiprocessor among which long contexts are divided, and the fewest tiles that are worth one.
+_SPREAD = 2
+_LEAST_TILES = 2
 
 
 def decode_items(rows: int, columns: int, device: torch.device) -> int:
@@ -261,8 +266,7 @@ class DecodePlan:
         self.max_items = decode_items(rows, columns, device) if max_items is None else max_items
         if self.max_items <= rows:
             raise ValueError(f"max_items must be more than the {rows} rows, got {self.max_items}")
-        self.shape = _decode_shape(key_dim, value_dim, dtype.itemsize)
-        self.least = -(-_LEAST_TOKENS // self.shape.tile)
+        self.least = _LEAST_TILES
         self.items = torch.zeros(self.max_items, _ITEM_FIELDS, dtype=torch.int32, device=device)
         self.workspace = DecodeWorkspace(device) if workspace is None else workspace
         self.workspace.reserve(rows * columns, self.max_items * columns * self.lines, value_dim)
@@ -276,7 +280,7 @@ class DecodePlan:
             self.max_items,
             self.window or 0,
             self.least,
-            TILE=self.shape.tile,
+            TILE=_PLAN_TILE,
             ROWS=_power_of_two(self.rows, 128),
             num_warps=4,
         )
@@ -329,7 +333,7 @@ def decode_attention(
     if rows != plan.rows or (spec.window or 0) != (plan.window or 0):
         raise ValueError(f"the plan is for {plan.rows} rows and window {plan.window}, not for {rows} and {spec.window}")
     scale, softcap = _scales(spec)
-    shape = plan.shape
+    shape = _decode_shape(key_dim, value_dim, query.dtype.itemsize, block_size)
     value_pad, lines_pad = _power_of_two(value_dim), _power_of_two(plan.lines)
     _kernels().decode_kernel[(plan.max_items * kv_heads * plan.parts,)](
         query,
@@ -365,7 +369,7 @@ def decode_attention(
         VALUE_PAD=value_pad,
         WAYS=shape.ways,
         TOKENS=shape.tokens,
-        JOIN=max(1, 1024 * shape.warps // (value_pad * lines_pad)),
+        JOIN=max(1, 2048 * shape.warps // (value_pad * lines_pad)),
         LINES_PAD=lines_pad,
         STAGES=shape.stages,
         num_warps=shape.warps,

@@ -132,7 +132,6 @@ def plan_kernel(
     count = tl.maximum((tiles + share - 1) // share, 1)
     part = tl.maximum((tiles + count - 1) // count, 1)  # even pieces, of at most `share` tiles
     count = tl.where(at < rows, tl.maximum((tiles + part - 1) // part, 1), 0)
-    start = tl.sum(tl.where(at < row, count, 0))
     lane = tl.arange(0, 64)
     if row < rows:
         mine = at == row
@@ -140,7 +139,10 @@ def plan_kernel(
         my_low = tl.sum(tl.where(mine, low, 0))
         my_first = tl.sum(tl.where(mine, first, 0))
         my_part = tl.sum(tl.where(mine, part, 0)) * TILE
+        my_tiles = tl.sum(tl.where(mine, tiles, 0))
         my_count = tl.sum(tl.where(mine, count, 0))
+        # Programs start in the order of the items: long ones first, so that the last to run are short.
+        start = tl.sum(tl.where((tiles > my_tiles) | ((tiles == my_tiles) & (at < row)), count, 0))
         for done in range(0, my_count, 64):
             item = done + lane
             inside = item < my_count
@@ -153,8 +155,27 @@ def plan_kernel(
             tl.store(to + 4, tl.zeros([64], tl.int32) + start, mask=inside)
             tl.store(to + 5, tl.zeros([64], tl.int32) + my_count, mask=inside)
     else:
-        for done in range(start, max_items, 64):
+        for done in range(tl.sum(count), max_items, 64):
             tl.store(items + (done + lane) * 8 + 5, tl.zeros([64], tl.int32), mask=done + lane < max_items)
+
+
+@triton.jit
+def _sum_of_ways(x, WAYS: tl.constexpr, DIM: tl.constexpr):
+    """Sum of x [WAYS, 16, DIM] over the first dimension. `tl.sum` would do it with a shuffle and two trips through
+    shared memory for every number; here each thread fetches the numbers that it adds, in one trip."""
+    if WAYS == 1:
+        x = tl.reshape(x, [16, DIM])
+    else:
+        x = tl.permute(x, (1, 2, 0))
+        if WAYS == 8:
+            a, b = tl.split(tl.reshape(x, [16, DIM, 4, 2]))
+            x = a + b
+        if WAYS >= 4:
+            a, b = tl.split(tl.reshape(x, [16, DIM, 2, 2]))
+            x = a + b
+        a, b = tl.split(x)
+        x = a + b
+    return x
 
 
 @triton.jit
@@ -261,6 +282,7 @@ def decode_kernel(
     count = tl.load(record + 5)
     if count == 0:
         return
+    begin = tl.maximum(begin, low // (WAYS * TOKENS) * (WAYS * TOKENS))
 
     head = column // PARTS
     line = tl.arange(0, 16)
@@ -332,7 +354,7 @@ def decode_kernel(
     base = tl.where(higher == float("-inf"), 0.0, higher)
     factor = tl.exp2(top - base[None, :])
     total_of_all = tl.sum(total * factor, 0)
-    mixed_of_all = tl.sum(mixed * factor[:, :, None], 0)
+    mixed_of_all = _sum_of_ways(mixed * factor[:, :, None], WAYS, VALUE_PAD)
 
     out_row = out + row * out_row_stride
     if count == 1:

@@ -14,26 +14,33 @@ import triton.language as tl
 
 @triton.jit
 def add_norm_kernel(
-    x, residual, weight, out, residual_out, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+    x, residual, weight, out, residual_out, size, part_stride, eps,
+    PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """residual_out = residual + x; out = weight * residual_out / rms(residual_out). A program per row of `size`.
 
-    Rounded where LlamaRMSNorm rounds: the sum, the normalised value and the product are each in the input's dtype.
+    x is a row as it is (PARTS 0), or the sum of PARTS float32 partial products, part_stride apart. Rounded where a
+    matrix product and LlamaRMSNorm round: x, the sum, the normalised value, the result.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
+    dtype = out.dtype.element_ty
     value = tl.load(x + row * size + at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x + part * part_stride + row * size + at, mask=inside, other=0.0)
+    value = value.to(dtype)
     if HAS_RESIDUAL:
         value = (value.to(tl.float32) + tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)).to(
-            x.dtype.element_ty
+            dtype
         )
+    if HAS_RESIDUAL or PARTS > 0:
         tl.store(residual_out + row * size + at, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    normed = (wide * scale).to(x.dtype.element_ty).to(tl.float32)
+    normed = (wide * scale).to(dtype).to(tl.float32)
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + at, (normed * gain).to(x.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + at, (normed * gain).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -169,3 +176,33 @@ def gated_kernel(
     gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     where = out + row[:, None] * width + column[None, :]
     tl.store(where, (gate * up).to(dtype), mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit
+def partial_product_kernel(
+    x, weight, out, rows, size, width, share, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """out [parts, rows, width] float32: x [rows, size] times weight [width, size] transposed, part by part.
+
+    A program per (tile of the weight's rows, part); a part is `share` of the inner dimension. Where the product has few
+    columns that is what fills the GPU; add_norm_kernel adds the parts up.
+    """
+    part = tl.program_id(1)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    in_rows, in_columns = row < rows, column < width
+    total = tl.zeros((ROWS, TILE), tl.float32)
+    end = tl.minimum(size, (part + 1) * share)
+    for k in range(part * share, end, DEPTH):
+        in_depth = k + depth < end
+        w = tl.load(
+            weight + column[:, None].to(tl.int64) * size + (k + depth)[None, :],
+            mask=in_columns[:, None] & in_depth[None, :], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            x + row[:, None] * size + (k + depth)[None, :], mask=in_rows[:, None] & in_depth[None, :], other=0.0
+        )
+        total += tl.dot(v, tl.trans(w))
+    where = out + part.to(tl.int64) * rows * width + row[:, None] * width + column[None, :]
+    tl.store(where, total, mask=in_rows[:, None] & in_columns[None, :])

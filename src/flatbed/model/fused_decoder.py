@@ -148,9 +148,9 @@ class FusedDecoder:
             if hasattr(attention, "q_norm"):
                 gains = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
             mixed = session.rotate_and_attend(layer.slot, layer.spec, query, key, value, cos, sin, gains)
-            x = attention.o_proj(mixed.view(len(x), -1))
+            x = ops.product(mixed.view(len(mixed), -1), _linear(attention.o_proj))
             x, residual = ops.add_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
-            x = mlp.down_proj(ops.gated(x, _linear(mlp.gate_proj), _linear(mlp.up_proj)))
+            x = ops.product(ops.gated(x, _linear(mlp.gate_proj), _linear(mlp.up_proj)), _linear(mlp.down_proj))
         x, _ = ops.add_norm(x, residual, model.norm.weight, model.norm.variance_epsilon)
         return BaseModelOutputWithPast(last_hidden_state=x[None])
 

@@ -15,7 +15,11 @@ from flatbed.memory.pool import LayerCache
 
 # Up to this many rows a product is bound by reading its weights, and our kernels read them once in one launch; beyond,
 # the vendor's matrix products are faster one by one.
-FEW_ROWS = 64
+FEW_ROWS = 128
+# Products with a wide inner dimension keep the vendor's kernels busy earlier.
+_WIDE, _FEW_ROWS_WIDE = 2048, 64
+# Programs that a product should have: two on each multiprocessor of an H200.
+_PROGRAMS = 264
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -31,19 +35,48 @@ def _power_of_two(value: int, least: int = 1) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
+def few_rows(x: torch.Tensor) -> bool:
+    """Whether our products are the faster ones for x [rows, size]."""
+    rows, size = x.shape
+    return x.dtype in _HALF and rows <= (FEW_ROWS if size <= _WIDE else _FEW_ROWS_WIDE)
+
+
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, size] (+ residual [T, size]) → (its RMSNorm times weight [size], the sum)."""
-    rows, size = x.shape
-    out = torch.empty_like(x)
-    summed = x if residual is None else torch.empty_like(x)
+    """x (+ residual [T, size]) → (its RMSNorm times weight [size], the sum), both in the weight's dtype.
+
+    x is [T, size], or float32 [parts, T, size] whose parts are added up first (see `product`).
+    """
+    rows, size = x.shape[-2:]
+    parts = x.shape[0] if x.dim() == 3 else 0
+    out = torch.empty(rows, size, dtype=weight.dtype, device=x.device)
+    summed = x if residual is None and not parts else torch.empty_like(out)
     block = _power_of_two(size)
     kernels.add_norm_kernel[(rows,)](
-        x, x if residual is None else residual, weight, out, summed, size, eps,
-        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+        x, x if residual is None else residual, weight, out, summed, size, x.stride(0), eps,
+        PARTS=parts, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return out, summed
+
+
+def product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """x [T, size] times a weight, for `add_norm`: [T, width], or for few rows float32 [parts, T, width] to add up."""
+    rows, size = x.shape
+    if linear.bias is not None or not few_rows(x):
+        return F.linear(x, linear.weight, linear.bias)
+    width = linear.weight.shape[0]
+    tile, depth = 32, 128
+    tiles = -(-width // tile)
+    parts = max(1, min(8, round(_PROGRAMS / tiles), size // depth))
+    share = -(-size // (parts * depth)) * depth
+    parts = -(-size // share)
+    out = torch.empty(parts, rows, width, dtype=torch.float32, device=x.device)
+    kernels.partial_product_kernel[(tiles, parts)](
+        x, linear.weight, out, rows, size, width, share,
+        ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
 
 
 def rotate_write(
@@ -84,11 +117,11 @@ def rotate_write(
 def products(x: torch.Tensor, linears: tuple[Linear, Linear, Linear]) -> tuple[torch.Tensor, ...]:
     """x [T, size] times each of three weights; [T, width_i] each (for few rows: parts of one tensor)."""
     rows, size = x.shape
-    if rows > FEW_ROWS or x.dtype not in _HALF:
+    if not few_rows(x):
         return tuple(F.linear(x, linear.weight, linear.bias) for linear in linears)
     widths = [linear.weight.shape[0] for linear in linears]
     out = torch.empty(rows, sum(widths), dtype=x.dtype, device=x.device)
-    tile = 16 if sum(widths) <= 4096 else 32
+    tile = 16 if size <= _WIDE else 32
     tiles = [-(-width // tile) for width in widths]
     bias = all(linear.bias is not None for linear in linears)
     kernels.products_kernel[(sum(tiles),)](
@@ -99,16 +132,25 @@ def products(x: torch.Tensor, linears: tuple[Linear, Linear, Linear]) -> tuple[t
     return out.split(widths, dim=1)
 
 
+def _gated_shape(rows: int, size: int) -> tuple[int, int, int, int]:
+    """Weight rows and depth of a tile, pipeline stages, warps: the fastest of a sweep on an H200."""
+    if rows <= 16:
+        return 32, 128, 4, 4
+    if size > _WIDE:
+        return 32, 64, 4, 4
+    return (64, 64, 5, 4) if rows <= 64 else (64, 64, 4, 8)
+
+
 def gated(x: torch.Tensor, gate: Linear, up: Linear) -> torch.Tensor:
     """silu(x gate) * (x up): x [T, size] → [T, width]. Neither product has a bias."""
     rows, size = x.shape
     width = gate.weight.shape[0]
-    if rows <= FEW_ROWS and x.dtype in _HALF:
+    if few_rows(x):
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-        tile = 32
+        tile, depth, stages, warps = _gated_shape(rows, size)
         kernels.gated_kernel[(-(-width // tile),)](
             x, gate.weight, up.weight, out, rows, size, width,
-            ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=128, num_warps=4, num_stages=4,
+            ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return out
     first, second = F.linear(x, gate.weight), F.linear(x, up.weight)

@@ -24,8 +24,9 @@ from flatbed.scheduling.plan import BatchPlan, Sequence
 
 # Top-p looks at this many most probable tokens first, and sorts the whole vocabulary only where they do not suffice.
 _TOP_P_FIRST = 1024
-# Lower temperatures than this would overflow float32; at this one the most probable token is already certain.
-_LEAST_TEMPERATURE = 1e-20
+# Temperatures beyond these would overflow float32; at the first the most probable token is already certain, at the
+# other all are alike.
+_TEMPERATURES = (1e-20, 1e20)
 # The inverse of the cumulative distribution is found in two levels of this many tokens.
 _CDF_BLOCK = 256
 
@@ -86,7 +87,7 @@ class Sampler:
     def set_row(self, sequence: Sequence, params: SamplingParams, seed: int) -> None:
         """Takes over the parameters of a sequence that was just admitted."""
         row = sequence.row
-        self._temperature[row] = max(params.temperature, _LEAST_TEMPERATURE) if params.temperature > 0 else 0
+        self._temperature[row] = np.clip(params.temperature, *_TEMPERATURES) if params.temperature > 0 else 0
         self._top_k[row] = params.top_k
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
