@@ -4,9 +4,12 @@
 
 Decode is timed as a model runs it: one CUDA graph with many layers, each with its own K/V, so that a layer finds
 nothing of its own in the L2 cache. The bound of a decode is the K/V of its tokens, read once at the bandwidth that a
-large copy reaches (bytes read and written, measured here). The rate of a prefill counts the products that a causal mask
-leaves: 2 (key_dim + value_dim) operations for each pair of a query and a key. torch's SDPA runs beside it on contiguous
-K/V that was repeated for all heads beforehand: work that the paged kernel does not need, and that is not counted here.
+large copy reaches (bytes read and written, measured here). "Overlapped" launches may begin before the one in front
+has ended (programmatic dependent launch).
+
+The rate of a prefill counts the products that a causal mask leaves: 2 (key_dim + value_dim) operations for each pair of
+a query and a key. torch's SDPA runs beside it on contiguous K/V that was repeated for all heads beforehand: work that
+the paged kernel does not need, and that is not counted here.
 
 Prints a table; the last line is JSON. Needs a CUDA device with about 40 GB.
 """
@@ -131,7 +134,7 @@ def decode_pool(model: Model, lengths: Sequence[int], block_size: int) -> Pool:
     return Pool(model, min(48, max(2, -(-ROTATED_BYTES // layer_bytes(model, lengths)))), lengths, block_size)
 
 
-def decode_us(model: Model, pool: Pool, plan: DecodePlan) -> float:
+def decode_us(model: Model, pool: Pool, plan: DecodePlan, overlap: bool = False) -> float:
     """Microseconds of one layer's decode."""
     heads, _, dim = model
     query = torch.randn(plan.rows, heads, dim, dtype=DTYPE, device=DEVICE)
@@ -141,7 +144,7 @@ def decode_us(model: Model, pool: Pool, plan: DecodePlan) -> float:
 
     def step() -> None:
         for cache in pool.layers:
-            decode_attention(query, cache, spec, pool.tables, plan, out)
+            decode_attention(query, cache, spec, pool.tables, plan, out, overlap=overlap)
 
     return median_ms(graph_of(step).replay) / len(pool.layers) * 1e3
 
@@ -230,7 +233,8 @@ def header(title: str, columns: dict[str, int]) -> None:
 
 def run_decode(bandwidth: float, block_size: int) -> list[dict[str, Any]]:
     """All decodes of both models; each also as a share of `bandwidth`."""
-    header("decode", {"sequences": 10, "tokens": 11, "us": 9, "MB": 9, "TB/s": 7, "of copy": 9, "plan us": 9})
+    columns = {"sequences": 10, "tokens": 11, "us": 9, "overlapped": 12, "MB": 9, "TB/s": 7, "of copy": 9, "plan us": 9}
+    header("decode", columns)
     rows = []
     for name, model in MODELS.items():
         for sequences, low, high in DECODES:
@@ -238,6 +242,7 @@ def run_decode(bandwidth: float, block_size: int) -> list[dict[str, Any]]:
             pool = decode_pool(model, lengths, block_size)
             plan = plan_of(model, sequences)
             us, planning = decode_us(model, pool, plan), plan_us(plan, pool.lengths)
+            overlapped = decode_us(model, pool, plan, overlap=True)
             nbytes = layer_bytes(model, lengths)
             rate = nbytes / us * 1e6
             tokens = str(low) if low == high else f"{low}..{high}"
@@ -247,6 +252,7 @@ def run_decode(bandwidth: float, block_size: int) -> list[dict[str, Any]]:
                     "sequences": sequences,
                     "tokens": tokens,
                     "us": round(us, 2),
+                    "overlapped_us": round(overlapped, 2),
                     "bytes": nbytes,
                     "tb_s": round(rate / 1e12, 3),
                     "of_copy": round(rate / bandwidth, 3),
@@ -254,7 +260,8 @@ def run_decode(bandwidth: float, block_size: int) -> list[dict[str, Any]]:
                 }
             )
             print(
-                f"{name:12}{sequences:>10}{tokens:>11}{us:>9.1f}{nbytes / 1e6:>9.1f}{rate / 1e12:>7.2f}"
+                f"{name:12}{sequences:>10}{tokens:>11}{us:>9.1f}{overlapped:>12.1f}{nbytes / 1e6:>9.1f}"
+                f"{rate / 1e12:>7.2f}"
                 f"{rate / bandwidth:>9.0%}{planning:>9.1f}",
                 flush=True,
             )

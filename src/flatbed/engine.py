@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from flatbed.attention import choose
@@ -156,6 +157,7 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._weights: tuple[int, ...] | None = None
         self._calls = 0  # whole calls under way
+        self._watched = 0  # samples under way whose every token is of interest
         self._cancelled: set[str] = set()
         self._cancelled_lock = threading.Lock()
         self._numbers = itertools.count()
@@ -218,7 +220,9 @@ class Engine:
         outputs: list[Output] = []
         try:
             with self._call():
-                for event in self._submit_all(prompts, sampling, request_ids, outputs, record_token_times):
+                for event in self._submit_all(
+                    prompts, sampling, request_ids, outputs, record_token_times, streamed=False
+                ):
                     _report(event, on_output)
                 while self._unfinished(outputs):
                     for event in self.step():
@@ -249,7 +253,7 @@ class Engine:
         outputs: list[Output] = []
         try:
             with self._call():
-                yield from self._submit_all(prompts, sampling, request_ids, outputs, False)
+                yield from self._submit_all(prompts, sampling, request_ids, outputs, False, streamed=True)
                 while self._unfinished(outputs):
                     yield from self.step()
         except BaseException:
@@ -263,6 +267,8 @@ class Engine:
         request_ids: Sequence[str] | None,
         outputs: list[Output],
         record_token_times: bool,
+        *,
+        streamed: bool,
     ) -> Iterator[StreamEvent]:
         """Submits everything, filling `outputs`; yields the events of requests that are refused at once."""
         if isinstance(prompts, str):
@@ -273,12 +279,8 @@ class Engine:
             if given is not None and len(given) != len(prompts):
                 raise ConfigError(f"{len(prompts)} prompts, but {len(given)} {what}")
         for i, prompt in enumerate(prompts):
-            output = self.submit(
-                prompt,
-                each[i],
-                request_id=None if request_ids is None else request_ids[i],
-                record_token_times=record_token_times,
-            )
+            name = None if request_ids is None else request_ids[i]
+            output = self._submit(prompt, each[i], name, record_token_times, streamed=streamed)
             outputs.append(output)
             if output.error is not None:
                 yield StreamEvent(output.request_id, 0, None, None, "error", output)
@@ -288,7 +290,8 @@ class Engine:
         return _Call(self)
 
     def _unfinished(self, outputs: list[Output]) -> bool:
-        return any(output.request_id in self._requests for output in outputs) if self._requests else False
+        # Looked at from the end: the last to be submitted is likely the last to finish.
+        return bool(self._requests) and any(output.request_id in self._requests for output in reversed(outputs))
 
     # ---- step by step -----------------------------------------------------------------------------------------------
 
@@ -304,6 +307,12 @@ class Engine:
 
         A request that cannot be run comes back at once with `error` set. Raises ConfigError for an id that is in use.
         """
+        return self._submit(prompt, sampling, request_id, record_token_times, streamed=True)
+
+    def _submit(
+        self, prompt: Prompt, sampling: Any, request_id: str | None, record_token_times: bool, *, streamed: bool
+    ) -> Output:
+        """`submit`; unless `streamed`, `step` tells of the request's end only."""
         self._check_open()
         number = next(self._numbers)
         name = str(number) if request_id is None else str(request_id)
@@ -334,7 +343,12 @@ class Engine:
         group = self._scheduler.group(output.prompt_token_ids)
         for i, completion in enumerate(output.samples):
             sequence = Scheduled(name, i, output.prompt_token_ids, params.max_new_tokens, frozenset(eos), group)
-            stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+            sequence.watched = streamed or bool(params.stop) or params.logprobs or record_token_times
+            self._watched += sequence.watched
+            completion.token_ids = sequence.output
+            stream = (
+                TextStream(self.tokenizer, params.stop) if self.tokenizer is not None and sequence.watched else None
+            )
             request.samples.append(_Sample(sequence, completion, stream))
             self._scheduler.submit(sequence)
         self._requests[name] = request
@@ -410,35 +424,45 @@ class Engine:
         self._counts["cached"] += sequence.cached_tokens
 
     def _deliver(self, landed: Landed, results: Results) -> list[StreamEvent]:
-        """Hands a step's tokens to their requests; ends samples that met a stop string."""
+        """Hands a step's results to their requests. The tokens are there already: a completion's `token_ids` are its
+        sequence's `output`. So a step costs next to nothing but for samples that are watched, or end."""
         now = time.perf_counter()
         self._counts["generated"] += len(landed.tokens)
+        for sequence in landed.sequences[landed.decodes :]:
+            timings = self._requests[sequence.request_id].output.timings
+            timings.first_token = now if timings.first_token is None else timings.first_token
+        events = self._watch(landed, results, now) if self._watched else []
+        for sequence in landed.finished:
+            if sequence.finish_reason == "error":
+                events.append(self._fail(sequence))
+            elif not sequence.watched:
+                request = self._requests[sequence.request_id]
+                events.append(self._event(request, request.samples[sequence.sample], None, None, now))
+        return events
+
+    def _watch(self, landed: Landed, results: Results, now: float) -> list[StreamEvent]:
+        """The events of samples whose every token is of interest; ends those that met a stop string."""
         logprobs = raw_logprobs = None
         if results.logprobs is not None and results.raw_logprobs is not None:
             logprobs, raw_logprobs = results.logprobs.tolist(), results.raw_logprobs.tolist()
         events = []
         for sequence, token, index in zip(landed.sequences, landed.tokens, landed.indices, strict=True):
+            if not sequence.watched:
+                continue
             request = self._requests[sequence.request_id]
             sample = request.samples[sequence.sample]
             completion = sample.completion
-            completion.token_ids.append(token)
             if completion.logprobs is not None and logprobs is not None and raw_logprobs is not None:
                 completion.logprobs.append(logprobs[index])
                 assert completion.raw_logprobs is not None, "both are kept, or neither"
                 completion.raw_logprobs.append(raw_logprobs[index])
             if completion.token_times is not None:
                 completion.token_times.append(now)
-            if request.output.timings.first_token is None:
-                request.output.timings.first_token = now
             text = None if sample.stream is None else sample.stream.feed(completion.token_ids)
             if sample.stream is not None and sample.stream.stopped and sequence.finish_reason != "eos":
-                sequence.finish_reason = None
                 self._scheduler.finish(sequence, "stop")
                 sequence.finish_reason = "stop"
             events.append(self._event(request, sample, token, text, now))
-        for sequence in landed.finished:
-            if sequence.finish_reason == "error":
-                events.append(self._fail(sequence))
         return events
 
     def _event(
@@ -450,6 +474,9 @@ class Engine:
         output = None
         if reason is not None:
             completion.finish_reason = reason
+            self._watched -= sequence.watched
+            if sample.stream is None and self.tokenizer is not None:
+                sample.stream = TextStream(self.tokenizer)
             if sample.stream is not None:
                 text = (text or "") + sample.stream.close(completion.token_ids)
                 completion.text = sample.stream.text
@@ -522,6 +549,7 @@ class Engine:
         self._scheduler = self._scheduler.successor()
         self._end_all("cancelled")
         self._requests.clear()
+        self._watched = 0
 
     def _end_all(self, reason: FinishReason) -> None:
         self._flights.clear()
@@ -568,13 +596,13 @@ class Engine:
             raise InvalidRequestError(why, request_id=name, field=field)
         check_stop_strings(params.stop, self.tokenizer, name)
         vocabulary = self._runner.vocab_size
-        for at, token in enumerate(prompt):
-            if not 0 <= token < vocabulary:
-                raise InvalidRequestError(
-                    f"token id {token} at position {at} is outside of the vocabulary (0 to {vocabulary - 1})",
-                    request_id=name,
-                    field="prompt",
-                )
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            at, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocabulary)
+            raise InvalidRequestError(
+                f"token id {token} at position {at} is outside of the vocabulary (0 to {vocabulary - 1})",
+                request_id=name,
+                field="prompt",
+            )
         total = len(prompt) + params.max_new_tokens
         limit = self._runner.max_positions
         if limit is not None and total > limit:

@@ -339,15 +339,14 @@ def test_no_prompts_are_no_outputs() -> None:
 POISON = 13  # a token whose embedding is NaN
 
 
-def poisoned() -> nn.Module:
-    model = build("llama")
-    with torch.no_grad():
-        model.model.embed_tokens.weight[POISON] = NAN
-    return model
-
-
-def without_poison(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
-    return [[token if token != POISON else 14 for token in prompt] for prompt in draw_prompts(lengths, seed)]
+def clean_prompts(model: nn.Module) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts whose greedy completions do not meet the poison, and the completions."""
+    for seed in range(20):
+        prompts = draw_prompts((40, 3, 17, 30), seed)
+        wanted = [reference(model, prompt, NEW) for prompt in prompts]
+        if not any(POISON in prompt + tokens for prompt, tokens in zip(prompts, wanted, strict=True)):
+            return prompts, wanted
+    raise AssertionError("no such prompts")
 
 
 @pytest.mark.parametrize(
@@ -365,9 +364,7 @@ def test_nan_logits_end_that_request_and_spread_to_nobody(family: str, settings:
     model = build(family)
     with torch.no_grad():
         model.model.embed_tokens.weight[POISON] = NAN
-    clean = without_poison((40, 3, 17, 30), seed=5)
-    wanted = [reference(model, prompt, NEW) for prompt in clean]
-    assert not any(POISON in tokens[:-1] for tokens in wanted), "another seed, please: generate itself meets the poison"
+    clean, wanted = clean_prompts(model)
     stem = clean[0]
     bad = [[POISON], stem[:20] + [POISON], stem[:16] + [POISON] + stem[17:], [POISON] + stem, [*stem, POISON]]
     prompts = [bad[0], clean[0], bad[1], clean[1], bad[2], bad[3], clean[2], bad[4], clean[3], list(bad[2])]
@@ -652,22 +649,25 @@ def test_ctrl_c_at_any_line_leaves_the_engine_whole() -> None:
     settings = {"capacity": "24 blocks", "block_size": 4, "token_budget": 30}
 
     def run(engine: flatbed.Engine) -> None:
-        engine.generate(PROMPTS, params)
+        engine.release()  # lest the prefix cache makes one run shorter than another
+        with interruption:
+            engine.generate(PROMPTS, params)
 
-    with flatbed.Engine(model, byte_tokenizer(), **settings) as engine, InterruptAtLine() as counting:
-        run(engine)
-    assert counting.lines > 5000
-    draw = random.Random(0)
+    draw, reached = random.Random(0), 0
     with flatbed.Engine(model, byte_tokenizer(), **settings) as engine:
+        for _ in range(2):
+            interruption = InterruptAtLine()
+            run(engine)
+        lines = interruption.lines
+        assert lines > 5000
         for _ in range(60):
-            interruption = InterruptAtLine(draw.randrange(1, counting.lines))
+            interruption = InterruptAtLine(draw.randrange(1, lines))
             try:
-                with interruption:
-                    run(engine)
+                run(engine)
             except KeyboardInterrupt:
-                pass
+                reached += 1
             else:
-                pytest.fail(f"{interruption.where}: the interruption was swallowed")
+                assert interruption.where == "", "the interruption was swallowed"
             try:
                 assert_idle(engine)
                 for output, whole in zip(engine.partial_outputs, good(), strict=False):
@@ -678,6 +678,7 @@ def test_ctrl_c_at_any_line_leaves_the_engine_whole() -> None:
                 assert_idle(engine)
             except (AssertionError, Exception) as error:
                 raise AssertionError(f"after an interruption at {interruption.where}: {error!r}") from error
+    assert reached > 50
 
 
 # ---- cancelling ------------------------------------------------------------------------------------------------------

@@ -19,12 +19,11 @@ What is beyond a sequence's tokens is never multiplied, not even by zero: a NaN 
 stays there. Block ids are widened to int64 before they meet a stride: a pool may have more than 2**31 elements.
 """
 
-# ruff: noqa: SIM108 - branches on compile-time constants choose code, not values
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -255,6 +254,7 @@ def decode_kernel(
     TOKENS: tl.constexpr,  # that each reads at a time; divides BLOCK_SIZE
     JOIN: tl.constexpr,  # partial results that are combined at a time
     LINES_PAD: tl.constexpr,  # LINES, rounded up to a power of two
+    OVERLAP: tl.constexpr,  # launched before the kernel in front of it has ended (programmatic dependent launch)
     STAGES: tl.constexpr,
 ):
     """One program per (item, K/V head, part of its query heads): attention of one token over a piece of its K/V.
@@ -280,6 +280,8 @@ def decode_kernel(
     low = tl.load(record + 3)
     start = tl.load(record + 4)
     count = tl.load(record + 5)
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
     if count == 0:
         return
     begin = tl.maximum(begin, low // (WAYS * TOKENS) * (WAYS * TOKENS))
@@ -295,6 +297,9 @@ def decode_kernel(
     value_dim = tl.arange(0, VALUE_PAD)
     table = tables + row * table_stride
     following = tl.load(table + (begin + way * TOKENS) // BLOCK_SIZE, mask=begin + way * TOKENS < end, other=0)
+    if OVERLAP:
+        # Items and tables are older than the kernel in front of this one; queries and K/V may be its work.
+        cuda.gdc_wait()
     query_mask = used[:, None]
     if KEY_PAD != KEY_DIM:
         query_mask = query_mask & (key_dim < KEY_DIM)[None, :]

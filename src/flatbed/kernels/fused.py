@@ -6,22 +6,29 @@
                        ▲                               (K, V → pool)                        │
                        │                                                                    ▼
       next layer ◀─ down_proj ◀─ gated (silu(gate) * up, both products) ◀──────────────── add_norm
+
+With PDL (programmatic dependent launch, Hopper) a kernel is launched while the one before it still runs, and waits for
+its results by itself: what a launch costs is then hidden.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def add_norm_kernel(
     x, residual, weight, out, residual_out, size, part_stride, eps,
-    PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+    PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """residual_out = residual + x; out = weight * residual_out / rms(residual_out). A program per row of `size`.
 
     x is a row as it is (PARTS 0), or the sum of PARTS float32 partial products, part_stride apart. Rounded where a
     matrix product and LlamaRMSNorm round: x, the sum, the normalised value, the result.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -48,7 +55,7 @@ def rotate_write_kernel(
     query, key, value, cos, sin, query_gain, key_gain, query_out, key_pool, value_pool, slot_blocks, slot_offsets,
     query_stride, key_stride, value_stride, cos_stride, out_stride, key_block_stride, value_block_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr
+    NORM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Rotary embedding of q and k (after an RMSNorm of each head when NORM), K and V into the pool.
 
@@ -57,6 +64,9 @@ def rotate_write_kernel(
 
         out[:half] = a cos - b sin        out[half:] = b cos + a sin        (a, b the halves; cos, sin by position)
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half = DIM // 2
     at = tl.arange(0, HALF_PAD)
@@ -101,8 +111,11 @@ def rotate_write_kernel(
 
 
 @triton.jit
-def silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+def silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out = silu(gate) * up, elementwise over `count` numbers; rounded after silu, as torch does."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
@@ -114,13 +127,16 @@ def silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr):
 @triton.jit
 def products_kernel(
     x, weight0, weight1, weight2, bias0, bias1, bias2, out, rows, size, width0, width1, width2, tiles0, tiles1,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
+    BIAS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """out [rows, width0 + width1 + width2] = x [rows, size] times each weight [width_i, size], transposed, plus bias_i.
 
     For few rows: all rows in one tile, so that every weight is read once. A program per tile of one weight's rows; the
     three weights stay where they are.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     tile = tl.program_id(0)
     if tile < tiles0:
         weight, bias, width, start, first = weight0, bias0, width0, tile * TILE, 0
@@ -152,9 +168,13 @@ def products_kernel(
 
 @triton.jit
 def gated_kernel(
-    x, gate_weight, up_weight, out, rows, size, width, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
+    x, gate_weight, up_weight, out, rows, size, width,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """out [rows, width] = silu(x times gate_weight transposed) * (x times up_weight transposed), for few rows."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
@@ -180,13 +200,17 @@ def gated_kernel(
 
 @triton.jit
 def partial_product_kernel(
-    x, weight, out, rows, size, width, share, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
+    x, weight, out, rows, size, width, share,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """out [parts, rows, width] float32: x [rows, size] times weight [width, size] transposed, part by part.
 
     A program per (tile of the weight's rows, part); a part is `share` of the inner dimension. Where the product has few
     columns that is what fills the GPU; add_norm_kernel adds the parts up.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     part = tl.program_id(1)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.arange(0, ROWS)

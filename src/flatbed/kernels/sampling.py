@@ -11,13 +11,17 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def partials_kernel(
-    logits, partials, temperature, vocabulary, row_stride, CHUNK: tl.constexpr
+    logits, partials, temperature, vocabulary, row_stride, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Partials of one chunk: float32 [rows, chunks, 4]: maximum (NaN if there is one), place of it, two sums."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = at < vocabulary
@@ -40,10 +44,13 @@ def partials_kernel(
 @triton.jit
 def draw_kernel(
     logits, partials, temperature, uniform, rows, last_tokens, out, chunks, vocabulary, row_stride,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One row's token. `out` int32 [rows, 4]: token, 1 if the logits are finite, bits of two float32 log-probabilities
     (at temperature t, and at 1). The token also goes to last_tokens[rows[row]]."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     t = tl.load(temperature + row)
     inverse = tl.where(t > 0, 1.0 / tl.maximum(t, 1e-20), 1.0)

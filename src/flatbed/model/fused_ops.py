@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from flatbed.kernels import fused as kernels
+from flatbed.kernels.launch import pdl
 from flatbed.memory.pool import LayerCache
 
 # Up to this many rows a product is bound by reading its weights, and our kernels read them once in one launch; beyond,
@@ -55,7 +56,8 @@ def add_norm(
     block = _power_of_two(size)
     kernels.add_norm_kernel[(rows,)](
         x, x if residual is None else residual, weight, out, summed, size, x.stride(0), eps,
-        PARTS=parts, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+        PARTS=parts, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(2, block // 256)),
+        **pdl(x.device),
     )  # fmt: skip
     return out, summed
 
@@ -75,6 +77,7 @@ def product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     kernels.partial_product_kernel[(tiles, parts)](
         x, linear.weight, out, rows, size, width, share,
         ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=4, num_stages=4,
+        **pdl(x.device),
     )  # fmt: skip
     return out
 
@@ -110,6 +113,7 @@ def rotate_write(
         cache.key.stride(0), cache.value.stride(0), eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=_power_of_two(dim // 2), BLOCK_SIZE=block_size,
         NORM=gains is not None, num_warps=1,
+        **pdl(query.device),
     )  # fmt: skip
     return out
 
@@ -128,6 +132,7 @@ def products(x: torch.Tensor, linears: tuple[Linear, Linear, Linear]) -> tuple[t
         x, *(linear.weight for linear in linears), *(linear.bias if bias else x for linear in linears), out,
         rows, size, *widths, tiles[0], tiles[1],
         BIAS=bias, ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=128, num_warps=4, num_stages=4,
+        **pdl(x.device),
     )  # fmt: skip
     return out.split(widths, dim=1)
 
@@ -151,12 +156,14 @@ def gated(x: torch.Tensor, gate: Linear, up: Linear) -> torch.Tensor:
         kernels.gated_kernel[(-(-width // tile),)](
             x, gate.weight, up.weight, out, rows, size, width,
             ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=warps, num_stages=stages,
+            **pdl(x.device),
         )  # fmt: skip
         return out
     first, second = F.linear(x, gate.weight), F.linear(x, up.weight)
     out = torch.empty_like(first)
     block = 1024
     kernels.silu_product_kernel[(-(-out.numel() // block),)](
-        first, second, out, out.numel(), BLOCK=block, num_warps=4
+        first, second, out, out.numel(), BLOCK=block, num_warps=4,
+        **pdl(x.device),
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from flatbed.kernels import sampling as kernels
+from flatbed.kernels.launch import pdl
 
 _CHUNK = 2048
 FIELDS = 4
@@ -37,10 +38,10 @@ def draw(
     partials = torch.empty(n, chunks, 4, dtype=torch.float32, device=logits.device)
     out = torch.empty(n, FIELDS, dtype=torch.int32, device=logits.device)
     kernels.partials_kernel[(n, chunks)](
-        logits, partials, temperature, vocabulary, logits.stride(0), CHUNK=_CHUNK, num_warps=4
+        logits, partials, temperature, vocabulary, logits.stride(0), CHUNK=_CHUNK, num_warps=4, **pdl(logits.device)
     )
     kernels.draw_kernel[(n,)](
         logits, partials, temperature, uniform, rows, last_tokens, out, chunks, vocabulary, logits.stride(0),
-        CHUNK=_CHUNK, CHUNKS=max(16, 1 << (chunks - 1).bit_length()), num_warps=4,
+        CHUNK=_CHUNK, CHUNKS=max(16, 1 << (chunks - 1).bit_length()), num_warps=4, **pdl(logits.device),
     )  # fmt: skip
     return out

@@ -54,6 +54,7 @@ class Sequence:
         linked: how many of its blocks that chain covers.
         cached_tokens: prompt tokens that were not computed, because blocks were shared or copied.
         preemptions: how often it was thrown out and recomputed.
+        watched: each of its tokens is of interest when it lands, not only the whole at the end.
         finish_reason: set when it is done.
     """
 
@@ -71,6 +72,7 @@ class Sequence:
     linked: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    watched: bool = False
     finish_reason: str | None = None
 
     @property
@@ -181,9 +183,12 @@ class Landed:
 
     Attributes:
         indices: where each token stood among the step's results.
+        decodes: that many of the sequences, from the first, had a token before; for the others it is their first, or
+            their first since they were preempted.
     """
 
     sequences: list[Sequence]
     tokens: list[int]
     indices: list[int]
     finished: list[Sequence]
+    decodes: int = 0

@@ -128,6 +128,7 @@ class Scheduler:
             if finite is not None:
                 for i in np.flatnonzero(current & ~finite[:n]):
                     self._end(plan.sequences[i], "error", landed)
+        landed.decodes = len(landed.sequences)
         at = n
         for chunk in plan.chunks:
             sequence = chunk.sequence
