@@ -4,8 +4,7 @@
 
 Decode is timed as a model runs it: one CUDA graph with many layers, each with its own K/V, so that a layer finds
 nothing of its own in the L2 cache. The bound of a decode is the K/V of its tokens, read once at the bandwidth that a
-large copy reaches (bytes read and written, measured here). "Overlapped" launches may begin before the one in front
-has ended (programmatic dependent launch).
+large copy reaches (bytes read and written, measured here).
 
 The rate of a prefill counts the products that a causal mask leaves: 2 (key_dim + value_dim) operations for each pair of
 a query and a key. torch's SDPA runs beside it on contiguous K/V that was repeated for all heads beforehand: work that
@@ -19,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,13 @@ ROTATED_BYTES = 1 << 30
 
 def median_ms(run: Callable[[], object], repeats: int = 20, warmup: int = 3) -> float:
     """Median time of one call on the GPU, between events."""
-    for _ in range(warmup):
+    # An idle GPU takes some tens of milliseconds to reach its clocks.
+    start = time.perf_counter()
+    for done in range(1000):
         run()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        if done + 1 >= warmup and time.perf_counter() - start > 0.05:
+            break
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -134,7 +138,7 @@ def decode_pool(model: Model, lengths: Sequence[int], block_size: int) -> Pool:
     return Pool(model, min(48, max(2, -(-ROTATED_BYTES // layer_bytes(model, lengths)))), lengths, block_size)
 
 
-def decode_us(model: Model, pool: Pool, plan: DecodePlan, overlap: bool = False) -> float:
+def decode_us(model: Model, pool: Pool, plan: DecodePlan) -> float:
     """Microseconds of one layer's decode."""
     heads, _, dim = model
     query = torch.randn(plan.rows, heads, dim, dtype=DTYPE, device=DEVICE)
@@ -144,7 +148,7 @@ def decode_us(model: Model, pool: Pool, plan: DecodePlan, overlap: bool = False)
 
     def step() -> None:
         for cache in pool.layers:
-            decode_attention(query, cache, spec, pool.tables, plan, out, overlap=overlap)
+            decode_attention(query, cache, spec, pool.tables, plan, out)
 
     return median_ms(graph_of(step).replay) / len(pool.layers) * 1e3
 
@@ -156,7 +160,12 @@ def plan_of(model: Model, rows: int, max_items: int | None = None) -> DecodePlan
 
 def plan_us(plan: DecodePlan, lengths: torch.Tensor) -> float:
     """Microseconds of dividing a step's K/V, once for all layers."""
-    return median_ms(graph_of(lambda: [plan.update(lengths) for _ in range(20)]).replay) / 20 * 1e3
+
+    def twenty() -> None:
+        for _ in range(20):
+            plan.update(lengths)
+
+    return median_ms(graph_of(twenty).replay) / 20 * 1e3
 
 
 def prefill_ms(
@@ -233,7 +242,7 @@ def header(title: str, columns: dict[str, int]) -> None:
 
 def run_decode(bandwidth: float, block_size: int) -> list[dict[str, Any]]:
     """All decodes of both models; each also as a share of `bandwidth`."""
-    columns = {"sequences": 10, "tokens": 11, "us": 9, "overlapped": 12, "MB": 9, "TB/s": 7, "of copy": 9, "plan us": 9}
+    columns = {"sequences": 10, "tokens": 11, "us": 9, "MB": 9, "TB/s": 7, "of copy": 9, "plan us": 9}
     header("decode", columns)
     rows = []
     for name, model in MODELS.items():
@@ -242,7 +251,6 @@ def run_decode(bandwidth: float, block_size: int) -> list[dict[str, Any]]:
             pool = decode_pool(model, lengths, block_size)
             plan = plan_of(model, sequences)
             us, planning = decode_us(model, pool, plan), plan_us(plan, pool.lengths)
-            overlapped = decode_us(model, pool, plan, overlap=True)
             nbytes = layer_bytes(model, lengths)
             rate = nbytes / us * 1e6
             tokens = str(low) if low == high else f"{low}..{high}"
@@ -252,7 +260,6 @@ def run_decode(bandwidth: float, block_size: int) -> list[dict[str, Any]]:
                     "sequences": sequences,
                     "tokens": tokens,
                     "us": round(us, 2),
-                    "overlapped_us": round(overlapped, 2),
                     "bytes": nbytes,
                     "tb_s": round(rate / 1e12, 3),
                     "of_copy": round(rate / bandwidth, 3),
@@ -260,7 +267,7 @@ def run_decode(bandwidth: float, block_size: int) -> list[dict[str, Any]]:
                 }
             )
             print(
-                f"{name:12}{sequences:>10}{tokens:>11}{us:>9.1f}{overlapped:>12.1f}{nbytes / 1e6:>9.1f}"
+                f"{name:12}{sequences:>10}{tokens:>11}{us:>9.1f}{nbytes / 1e6:>9.1f}"
                 f"{rate / 1e12:>7.2f}"
                 f"{rate / bandwidth:>9.0%}{planning:>9.1f}",
                 flush=True,
@@ -275,7 +282,8 @@ def run_prefill(block_size: int) -> list[dict[str, Any]]:
     for name, model in MODELS.items():
         for sequences, new, before in PREFILLS:
             work = operations(model, sequences, new, before)
-            times = {"ours": prefill_ms(model, sequences, new, before, block_size), "cudnn": None, "flash": None}
+            times: dict[str, float | None] = {"cudnn": None, "flash": None}
+            times["ours"] = ours = prefill_ms(model, sequences, new, before, block_size)
             if before == 0:
                 times["cudnn"] = sdpa_ms(model, sequences, new, SDPBackend.CUDNN_ATTENTION)
                 times["flash"] = sdpa_ms(model, sequences, new, SDPBackend.FLASH_ATTENTION)
@@ -287,7 +295,7 @@ def run_prefill(block_size: int) -> list[dict[str, Any]]:
             )
             beside = "".join(f"{rates[who] or '-':>8}" for who in ("cudnn", "flash"))
             print(
-                f"{name:12}{sequences:>10}{new:>7}{before:>8}{times['ours']:>9.3f}{rates['ours']:>9}" + beside,
+                f"{name:12}{sequences:>10}{new:>7}{before:>8}{ours:>9.3f}{rates['ours']:>9}" + beside,
                 flush=True,
             )
     return rows

@@ -16,7 +16,7 @@ from flatbed.memory.capacity import Capacity
 Schedule = Literal["fifo", "prefill_first"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
-DEFAULT_TOKEN_BUDGET = 4096
+DEFAULT_TOKEN_BUDGET = 8192
 
 
 @dataclass(frozen=True)

@@ -492,8 +492,8 @@ class Engine:
         request = self._requests[sequence.request_id]
         at = len(sequence.output)
         request.output.error = NonFiniteLogitsError(
-            f"NaN or infinite logits, or none that are allowed, for token {at} of sample {sequence.sample}; look for "
-            "NaN or infinite weights, for an overflow of the model's dtype, or for processors that suppress every token",
+            f"NaN or infinite logits, or no token that is allowed, at token {at} of sample {sequence.sample}; look for "
+            "NaN or infinite weights, an overflow of the model's dtype, or processors that suppress every token",
             request_id=sequence.request_id,
         )
         return self._event(request, request.samples[sequence.sample], None, None, time.perf_counter())

@@ -141,6 +141,9 @@ def build(family: str, seed: int = 0) -> nn.Module:
     """A model of that family, in eval mode, without an EOS."""
     torch.manual_seed(seed)
     model = FAMILIES[family]().eval()
+    if family == "gemma2":
+        # Some versions of Transformers let it default to an attention without soft-cap, which is another model.
+        model.set_attn_implementation("eager")
     for holder in (model.generation_config, model.config):
         holder.eos_token_id = holder.pad_token_id = holder.bos_token_id = None
     with torch.no_grad():

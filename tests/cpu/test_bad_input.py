@@ -1,4 +1,4 @@
-"""Bad input, broken models and interruptions: what is wrong is named, what is beside it goes on, nothing is left behind."""
+"""Bad input, broken models, interruptions: what is wrong is named, what is beside it goes on, nothing stays behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def beside_good_ones(prompt: Any, params: Any = GREEDY, **settings: Any) -> flat
         each = [GREEDY, GREEDY, params, GREEDY, GREEDY]
         names = ["a", "b", "the bad one", "c", "d"]
         told: list[flatbed.Output] = []
-        with pytest.warns(flatbed.FlatbedWarning, match="1 of 5 requests failed: .*the bad one"):
+        with pytest.warns(flatbed.FlatbedWarning, match=r"1 of 5 requests failed: .*the bad one"):
             outputs = engine.generate(prompts, each, request_ids=names, on_output=told.append)
         assert sorted(output.request_id for output in told) == sorted(names)
         bad = outputs.pop(2)
@@ -144,11 +144,10 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *(("n", value) for value in (0, -2, 1.5, NAN, None, True)),
     *(("seed", value) for value in (-1, 2**64, 1.5, "7", True)),
     *(("eos_token_ids", value) for value in ("2", (1, "2"), 3.5, (1.5,), (-1,), (10**30,), True)),
-    *(("stop", value) for value in (5, ("a", 3), ("",), None and (), [b"x"])),
+    *(("stop", value) for value in (5, ("a", 3), ("",), [b"x"])),
     *(("ignore_eos", value) for value in ("no", 1, None)),
     *(("logprobs", value) for value in ("yes", 5, None)),
 ]
-BAD_FIELDS = [(field, value) for field, value in BAD_FIELDS if not (field == "stop" and value is None)]
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -198,7 +197,9 @@ def test_values_at_the_edges_are_allowed() -> None:
 
 def test_many_refusals_are_one_warning_that_names_the_first() -> None:
     with flatbed.Engine(shared("llama")) as engine:
-        with pytest.warns(flatbed.FlatbedWarning, match=r"5 of 6 requests failed: .*'0'.*'1'.*'2'.* \(and 2 more\)") as told:
+        with pytest.warns(
+            flatbed.FlatbedWarning, match=r"5 of 6 requests failed: .*'0'.*'1'.*'2'.* \(and 2 more\)"
+        ) as told:
             engine.generate([[]] * 5 + PROMPTS[:1], GREEDY)
         assert len(told) == 1
         assert told[0].filename == __file__, "the warning points at the caller"
@@ -207,7 +208,9 @@ def test_many_refusals_are_one_warning_that_names_the_first() -> None:
 # ---- a request that can never fit ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("prompt", "new", "needed"), [(40, 25, 16), (57, 5, 16), (3, 60, 16), (61, 1, 16), (400, 100, 125)])
+@pytest.mark.parametrize(
+    ("prompt", "new", "needed"), [(40, 25, 16), (57, 5, 16), (3, 60, 16), (61, 1, 16), (400, 100, 125)]
+)
 def test_a_request_that_can_never_fit_is_refused_at_once(prompt: int, new: int, needed: int) -> None:
     """15 blocks of 4: prompt and new tokens but the last need room."""
     settings = {"capacity": "15 blocks", "block_size": 4}
@@ -254,7 +257,10 @@ def test_one_prompt_too_long_does_not_stop_the_loop_for_everyone() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"capcity": "64 blocks"}, ["capcity", "capacity", "token_budget", "schedule", "attention", "block_size", "seed"]),
+        (
+            {"capcity": "64 blocks"},
+            ["capcity", "capacity", "token_budget", "schedule", "attention", "block_size", "seed"],
+        ),
         ({"num_blocks": 4}, ["num_blocks", "capacity", "max_requests", "prefix_cache"]),
         ({"schedule": "lifo"}, ["lifo", "fifo", "prefill_first"]),
         ({"schedule": None}, ["None", "fifo", "prefill_first"]),
@@ -270,7 +276,9 @@ def test_one_prompt_too_long_does_not_stop_the_loop_for_everyone() -> None:
         ({"seed": None}, ["seed", "None"]),
     ],
 )
-def test_a_setting_that_is_unknown_or_out_of_range_lists_what_is_known(settings: dict[str, Any], told: list[str]) -> None:
+def test_a_setting_that_is_unknown_or_out_of_range_lists_what_is_known(
+    settings: dict[str, Any], told: list[str]
+) -> None:
     model = build("llama")
     for make in (flatbed.Engine, flatbed.install):
         if make is flatbed.install and "seed" in settings:
@@ -313,7 +321,7 @@ def test_arguments_of_a_call_that_make_no_sense_are_errors_of_the_call() -> None
 
 
 def test_an_unknown_sampling_field_lists_what_is_known() -> None:
-    with pytest.raises(ConfigError, match="temprature.*max_new_tokens, temperature, top_k"):
+    with pytest.raises(ConfigError, match=r"temprature.*max_new_tokens, temperature, top_k"):
         Params.from_mapping({"temprature": 1.0})
     with pytest.raises(TypeError, match="temprature"):
         Params(temprature=1.0)  # type: ignore[call-arg]
@@ -408,7 +416,9 @@ def test_a_request_that_meets_nan_on_its_way_keeps_the_tokens_it_has() -> None:
 
 
 @pytest.mark.parametrize("value", [INF, NAN])
-@pytest.mark.parametrize("params", [Params(max_new_tokens=9), Params(max_new_tokens=9, temperature=1.0, top_p=0.9, seed=1)])
+@pytest.mark.parametrize(
+    "params", [Params(max_new_tokens=9), Params(max_new_tokens=9, temperature=1.0, top_p=0.9, seed=1)]
+)
 def test_infinite_logits_end_that_request(value: float, params: Params) -> None:
     """At the sixth token; a request that ends before it is not affected, whatever runs beside it."""
     script = [4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -615,7 +625,7 @@ SOURCE = str(Path(flatbed.__file__).parent)
 
 
 class InterruptAtLine:
-    """Raises KeyboardInterrupt at the n-th line that is executed inside of Flatbed, as Ctrl-C might; counts the lines."""
+    """Raises KeyboardInterrupt at the n-th line that runs inside of Flatbed, as Ctrl-C might; counts the lines."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at = at
@@ -643,7 +653,7 @@ class InterruptAtLine:
 
 
 def test_ctrl_c_at_any_line_leaves_the_engine_whole() -> None:
-    """Most of an engine's time in Python goes into its books: an interruption there must not leave them half written."""
+    """Most of an engine's time in Python goes into its books: an interruption must not leave them half written."""
     model = build("llama")
     params = [GREEDY, replace(GREEDY, max_new_tokens=3), GREEDY, replace(GREEDY, n=2)]
     settings = {"capacity": "24 blocks", "block_size": 4, "token_budget": 30}
@@ -729,7 +739,10 @@ def test_cancelling_ends_all_samples_waiting_or_running() -> None:
         while engine.has_work:
             engine.step()
         assert [[s.finish_reason for s in o.samples] for o in (outputs[0], outputs[2])] == [["cancelled"] * 3] * 2
-        assert [[s.token_ids for s in o.samples] for o in (outputs[1], outputs[3])] == [[good()[1]] * 3, [good()[3]] * 3]
+        assert [[s.token_ids for s in o.samples] for o in (outputs[1], outputs[3])] == [
+            [good()[1]] * 3,
+            [good()[3]] * 3,
+        ]
         assert_idle(engine)
 
 
@@ -812,9 +825,15 @@ def test_closing_in_the_middle_of_a_stream_ends_it() -> None:
 
 
 def test_an_exception_inside_of_with_closes_the_engine() -> None:
-    with pytest.raises(Boom), flatbed.Engine(shared("llama")) as engine:
-        engine.submit(PROMPTS[0], GREEDY)
-        raise Boom
+    engine = flatbed.Engine(shared("llama"))
+
+    def use() -> None:
+        with engine:
+            engine.submit(PROMPTS[0], GREEDY)
+            raise Boom
+
+    with pytest.raises(Boom):
+        use()
     with pytest.raises(EngineClosedError):
         engine.step()
 

@@ -1,4 +1,4 @@
-"""Greedy tokens are those of `generate`, whatever the capacity, the token budget, the schedule, the batch and the order."""
+"""Greedy tokens are those of `generate`, whatever the capacity, token budget, schedule, batch and order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens are drawn from the distribution of Transformers' logits processors, by each request's own seed and tokens alone."""
+"""Tokens come from the distribution of Transformers' logits processors, by each request's own seed and tokens alone."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def distributions(
 
 
 def test_the_distribution_is_that_of_transformers_processors() -> None:
-    """All combinations in one batch. A kept token has its log-probability over all that are kept: one token more or less in
-    the set, or another order of the processors, would move it further than the tolerance."""
+    """All combinations in one batch. A kept token has its log-probability over all that are kept: one token more or
+    less in the set, or another order of the processors, would move it further than the tolerance."""
     model, draw = shared("llama"), random.Random(0)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 20))] for _ in COMBINATIONS]
     params = [Params(max_new_tokens=8, n=6, seed=i, logprobs=True, **c) for i, c in enumerate(COMBINATIONS)]
@@ -540,7 +540,7 @@ def test_stop_strings_end_where_generate_ends(stop: list[str], by: str) -> None:
 
 
 def test_a_stop_string_in_a_token_that_ends_inside_of_a_character() -> None:
-    """Pieces like ' \\xe2\\x80' are in the vocabulary of real models: the letters before the broken character are certain."""
+    """Pieces like ' \\xe2\\x80' are in real vocabularies: the letters before the broken character are certain."""
     tokenizer = byte_tokenizer()
     broken = tokenizer.convert_tokens_to_ids("b\u00e2")  # 'b' and the first byte of a character
     script = [*byte_ids("xa"), broken, *byte_ids("…yz")[1:]]

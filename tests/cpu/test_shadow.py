@@ -566,7 +566,7 @@ def test_the_shadow_shares_every_parameter_and_buffer() -> None:
 
 
 def test_users_hooks_remain_and_take_part() -> None:
-    """A forward hook that changes a layer's output (steering, say) changes what is generated, as it does in generate."""
+    """A forward hook that changes a layer's output (steering, say) changes what is made, as it does in generate."""
     model = build("llama")
     direction = torch.randn(48, generator=torch.Generator().manual_seed(0))
     with flatbed.Engine(model) as engine:

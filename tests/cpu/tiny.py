@@ -1,4 +1,4 @@
-"""What the tests of the engine share: small models, a tokenizer of bytes, snapshots of a model, and books that balance."""
+"""What tests of the engine share: small models, a tokenizer of bytes, snapshots of a model, and books that balance."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def logits_after(model: nn.Module, tokens: list[int]) -> torch.Tensor:
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 )
-# Pieces of more than one byte: whole words, one that crosses the letters of a stop string, and one that ends in the middle
-# of a character, as the vocabularies of real models have them.
+# Pieces of more than one byte: whole words, one that crosses the letters of a stop string, and one that ends in the
+# middle of a character, as the vocabularies of real models have them.
 PIECES = ("he", "ll", "hell", "st", "op", " w", "or", "ld", "b\u00e2", "\u00c3\u00bc")
 
 

@@ -105,9 +105,8 @@ def test_bfloat16_logprobs_are_within_the_models_own_spread() -> None:
     ]
     spread = torch.cat([(t - a)[len(p) - 1 :] for p, t, a in zip(prompts, together, alone, strict=True)]).abs()
     ours = torch.cat(exact).abs()
-    print(
-        f"engine: mean {ours.mean():.5f} max {ours.max():.5f}; model between batch sizes: {spread.mean():.5f} {spread.max():.5f}"
-    )
+    print(f"engine: mean {ours.mean():.5f} max {ours.max():.5f}")
+    print(f"model between batch sizes: mean {spread.mean():.5f} max {spread.max():.5f}")
     assert ours.mean() <= max(3 * spread.mean(), torch.tensor(0.02, device="cuda"))
 
 
@@ -125,7 +124,7 @@ def test_random_workloads() -> None:
     preemptions = 0
     for _ in range(40):
         settings = {
-            "capacity": f"{draw.choice([7, 9, 16, 40])} blocks",
+            "capacity": f"{draw.choice([7, 8, 9, 16])} blocks",
             "block_size": 16,
             "token_budget": draw.choice([3, 20, 4096]),
             "schedule": draw.choice(["fifo", "prefill_first"]),

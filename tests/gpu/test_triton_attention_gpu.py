@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +50,7 @@ CASES = {
     "window of 128, sinks": Case(**MIXED, heads=16, key_dim=64, value_dim=64, window=128, sinks=True, block_size=64),
     "soft-cap, window of 4000": Case(**MIXED, key_dim=128, value_dim=128, softcap=20.0, window=4000, block_size=64),
 }
-LONG = {"lengths": [1500, 2100, 1283], "queries": [1500, 600, 3]}
+LONG = {"lengths": [1500, 2700, 1283], "queries": [1500, 600, 3]}
 HOPPER = {
     "14/2 heads of 64, blocks of 32": Case(**LONG, heads=14, key_dim=64, value_dim=64, block_size=32),
     "14/2 heads of 64, blocks of 16": Case(**LONG, heads=14, key_dim=64, value_dim=64, block_size=16),
@@ -137,37 +136,6 @@ def test_a_captured_decode_stays_right_for_other_lengths_and_tables(sinks: bool)
         graph.replay()
         assert torch.equal(out, first)
         assert not plan.workspace.arrived.any()
-
-
-@pytest.mark.skipif(torch.cuda.get_device_capability()[0] < 9, reason="needs programmatic dependent launch")
-def test_overlapped_layers_give_the_same_bits() -> None:
-    """A chain of layers in a graph, each reading what the one before has written."""
-    paged = Paged(Case([3000, 70, 500], [1] * 3, 14, 2, 64, 64, 32), torch.bfloat16, CUDA)
-    _, pool = paged.attend(TritonAttention())
-    plan = DecodePlan(3, 14, 2, 64, 64, torch.bfloat16, CUDA)
-    plan.update(torch.tensor(paged.case.lengths, device=CUDA))
-    tables = torch.from_numpy(paged.tables).to(CUDA)
-    cache = paged.cache_of(pool)
-    results = []
-    for overlap in (False, True):
-        buffers = [paged.query.clone()] + [torch.full_like(paged.query, torch.nan) for _ in range(12)]
-
-        def layers(buffers: list[torch.Tensor] = buffers, overlap: bool = overlap) -> None:
-            for query, out in pairwise(buffers):
-                decode_attention(query, cache, paged.spec, tables, plan, out, overlap=overlap)
-
-        layers()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            layers()
-        for buffer in buffers[1:]:
-            buffer.fill_(torch.nan)
-        for _ in range(20):
-            graph.replay()
-        results.append(torch.stack(buffers))
-    assert not results[0].isnan().any()
-    assert torch.equal(*results)
 
 
 def test_what_is_past_2_31_elements_is_reached() -> None:

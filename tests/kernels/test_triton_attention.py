@@ -277,6 +277,12 @@ def test_tiles_cover_every_query_once_and_the_longest_come_first() -> None:
     assert (np.diff(tiles[:, 2])[same] < 0).all()
 
 
+def test_other_block_sizes_are_refused() -> None:
+    paged = Paged(Case([40], [1], block_size=24), torch.float32, CPU)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        paged.attend(TritonAttention())
+
+
 def test_it_is_not_offered_on_the_cpu() -> None:
     availability = TritonAttention.availability(CPU)
     assert not availability.ok

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
-# Compiling takes a second or so: numbers that change from step to step must not lead to new kernels.
-@triton.jit(do_not_specialize=["tokens"])
+# Compiling takes a second or so: what changes from step to step, or lies anywhere in a larger buffer, must not lead to
+# new kernels.
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slot_blocks", "slot_offsets"])
 def write_kernel(
     key,  # [T, KV_HEADS, KEY_DIM], strided over tokens and heads
     value,  # [T, KV_HEADS, VALUE_DIM], likewise
@@ -104,7 +104,7 @@ def _softcapped(scores, scale, softcap, SOFTCAP: tl.constexpr):
 # ---- decode ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["rows", "max_items", "window", "least"])
+@triton.jit(do_not_specialize=["rows", "max_items", "window", "least"], do_not_specialize_on_alignment=["lengths"])
 def plan_kernel(
     lengths,  # int [rows]
     items,  # int32 [max_items, 8], see decode_kernel
@@ -217,7 +217,7 @@ def _joined(
     return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
-@triton.jit(do_not_specialize=["max_items", "table_stride"])
+@triton.jit(do_not_specialize=["max_items", "table_stride"], do_not_specialize_on_alignment=["tables"])
 def decode_kernel(
     query,  # [rows, KV_HEADS * GROUP, KEY_DIM], strided over rows and heads
     key_pool,
@@ -254,7 +254,6 @@ def decode_kernel(
     TOKENS: tl.constexpr,  # that each reads at a time; divides BLOCK_SIZE
     JOIN: tl.constexpr,  # partial results that are combined at a time
     LINES_PAD: tl.constexpr,  # LINES, rounded up to a power of two
-    OVERLAP: tl.constexpr,  # launched before the kernel in front of it has ended (programmatic dependent launch)
     STAGES: tl.constexpr,
 ):
     """One program per (item, K/V head, part of its query heads): attention of one token over a piece of its K/V.
@@ -280,8 +279,6 @@ def decode_kernel(
     low = tl.load(record + 3)
     start = tl.load(record + 4)
     count = tl.load(record + 5)
-    if OVERLAP:
-        cuda.gdc_launch_dependents()
     if count == 0:
         return
     begin = tl.maximum(begin, low // (WAYS * TOKENS) * (WAYS * TOKENS))
@@ -297,9 +294,6 @@ def decode_kernel(
     value_dim = tl.arange(0, VALUE_PAD)
     table = tables + row * table_stride
     following = tl.load(table + (begin + way * TOKENS) // BLOCK_SIZE, mask=begin + way * TOKENS < end, other=0)
-    if OVERLAP:
-        # Items and tables are older than the kernel in front of this one; queries and K/V may be its work.
-        cuda.gdc_wait()
     query_mask = used[:, None]
     if KEY_PAD != KEY_DIM:
         query_mask = query_mask & (key_dim < KEY_DIM)[None, :]
@@ -483,7 +477,7 @@ def _prefill_tiles(
     return mixed, top, total
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["tables", "tiles"])
 def prefill_kernel(
     query,  # [T, KV_HEADS * GROUP, KEY_DIM], strided over tokens and heads
     key_pool,

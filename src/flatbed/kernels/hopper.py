@@ -270,7 +270,7 @@ def _consume(
     gl.store(out + at[:, None] + dim[None, :], mixed.to(out.dtype.element_ty), mask=(index < count)[:, None])
 
 
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "tiles"])
 def prefill_hopper_kernel(
     query,  # [T, KV_HEADS * GROUP, DIM], strided over tokens and heads
     key_rows,  # tensor descriptors of the pools as rows [n, DIM]
