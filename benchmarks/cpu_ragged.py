@@ -56,7 +56,7 @@ def generate_batch(model: Any, batch: list[list[int]]) -> list[list[int]]:
 
 def whole_call(model: Any, batch: list[list[int]], capacity: str) -> list[list[int]]:
     """What a caller pays who builds an engine, uses it once and closes it."""
-    with flatbed.Engine(model, capacity=capacity) as engine:
+    with flatbed.Engine(model, capacity=capacity, prefix_cache=False) as engine:
         return on_engine(engine, batch)
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     model, _ = load_model("demo", device="cpu", dtype="float32")
     model.generation_config.eos_token_id = None
     batch = prompts()
-    engine = flatbed.Engine(model)
+    engine = flatbed.Engine(model, prefix_cache=False)  # every run computes its prompts, as the others do
     engines = interleaved(
         {
             "flatbed": lambda: on_engine(engine, batch),

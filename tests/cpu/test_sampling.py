@@ -555,6 +555,19 @@ def test_a_stop_string_in_a_token_that_ends_inside_of_a_character() -> None:
         assert whole.text == "xab…yz"
 
 
+def test_a_stop_string_that_begins_in_the_prompt_does_not_count() -> None:
+    """The one difference from `generate(stop_strings=...)`, which looks at prompt and completion together."""
+    script = byte_ids("opal stopped")
+    tokenizer = byte_tokenizer()
+    prompt = byte_ids("s") + byte_ids("t")
+    model = scripted(script, len(tokenizer), prompt_length=2)
+    with flatbed.Engine(model, tokenizer) as ours:
+        [output] = ours.generate([prompt], Params(max_new_tokens=len(script), stop="stop"))
+    assert (output.text, output.token_ids) == ("opal ", byte_ids("opal stop"))
+    theirs = reference(model, prompt, len(script), stop_strings=["stop"], tokenizer=tokenizer)
+    assert theirs == byte_ids("op")
+
+
 def test_bytes_that_are_no_character_stay_replacement_characters() -> None:
     script = [*byte_ids("ab"), *byte_ids("ü")[:1], *byte_ids("ü")[:1], *byte_ids("c"), *byte_ids("東")[:2]]
     model, tokenizer = told(script)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -216,10 +217,11 @@ def scramble(model: nn.Module, seed: int = 9) -> None:
 def test_an_update_in_place_is_seen_by_the_next_step() -> None:
     """Against a loop of our own over Transformers' cache, whose K/V of the old weights stay as they are."""
     model, updated_after = build("llama"), 4
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache, ids, wanted = tf.DynamicCache(), torch.tensor([PROMPTS[0]]), []
     with torch.no_grad():
         for step in range(NEW):
-            ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            ids = model(ids, **{name: cache}).logits[:, -1:].argmax(-1)
             wanted.append(int(ids))
             if step + 1 == updated_after:
                 scramble(model)
@@ -640,6 +642,32 @@ def test_samples_are_those_of_a_fresh_engine_after_all_kinds_of_changes() -> Non
         assert_idle(engine)
 
 
+def test_a_window_that_only_the_models_own_mask_knows_of_limits_the_length() -> None:
+    """PhiMoE tells its attention nothing of its sliding window. Up to its length there is nothing to mask."""
+    torch.manual_seed(0)
+    model = tf.PhimoeForCausalLM(
+        tf.PhimoeConfig(
+            vocab_size=211,
+            hidden_size=48,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            sliding_window=24,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).eval()
+    prompts = draw_prompts((14, 3), seed=3)
+    with flatbed.Engine(model) as engine:
+        assert tokens_of(engine.generate(prompts, GREEDY)) == references(model, prompts)
+        with pytest.warns(flatbed.FlatbedWarning, match="24 positions"):
+            [output] = engine.generate(draw_prompts((15,)), GREEDY)
+        assert isinstance(output.error, flatbed.errors.CapacityError)
+
+
 # ---- models that cannot be run ---------------------------------------------------------------------------------------
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}
@@ -700,6 +728,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "conv",
     ),
     "Linear": (lambda: nn.Linear(3, 3), "can generate"),
+    "XmodForCausalLM": (
+        lambda: tf.XmodForCausalLM(tf.XmodConfig(**BERT, is_decoder=True)),
+        "its forward raised ValueError for a single token: Input language unknown",
+    ),
     "LlamaForCausalLM (offloaded)": (offloaded, "not loaded|meta|accelerate"),
     "LlamaForCausalLM (partly offloaded)": (partly_offloaded, "several devices|accelerate"),
     "LlamaForCausalLM (dispatched)": (dispatched, "accelerate"),

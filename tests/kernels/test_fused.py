@@ -28,7 +28,8 @@ import flatbed
 from flatbed.attention.base import Availability
 from flatbed.attention.triton import TritonAttention
 from flatbed.memory.pool import LayerCache
-from flatbed.model import fused_ops as ops
+from flatbed.model import cuda_ops as ops
+from flatbed.model.fusions import Linear
 from flatbed.sampling.device import draw
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -93,7 +94,7 @@ def test_products(rows: int, bias: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, 200, dtype=torch.float16)
     linears = tuple(
-        ops.Linear(torch.randn(w, 200, dtype=torch.float16) / 14, torch.randn(w, dtype=torch.float16) if bias else None)
+        Linear(torch.randn(w, 200, dtype=torch.float16) / 14, torch.randn(w, dtype=torch.float16) if bias else None)
         for w in (56, 24, 20)
     )
     for got, linear in zip(ops.products(x, linears), linears, strict=True):
@@ -106,7 +107,7 @@ def test_product_in_parts_and_their_sum(rows: int, shape: tuple[int, int]) -> No
     torch.manual_seed(0)
     size, width = shape
     x = torch.randn(rows, size, dtype=torch.float16)
-    linear = ops.Linear(torch.randn(width, size, dtype=torch.float16) / 20, None)
+    linear = Linear(torch.randn(width, size, dtype=torch.float16) / 20, None)
     residual, gain = torch.randn(rows, width, dtype=torch.float16), torch.randn(width, dtype=torch.float16)
     parts = ops.product(x, linear)
     assert parts.dim() == 3
@@ -127,7 +128,7 @@ def test_product_in_parts_and_their_sum(rows: int, shape: tuple[int, int]) -> No
 def test_gated(dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, 72, dtype=dtype)
-    gate, up = (ops.Linear(torch.randn(100, 72, dtype=dtype) / 8, None) for _ in range(2))
+    gate, up = (Linear(torch.randn(100, 72, dtype=dtype) / 8, None) for _ in range(2))
     expected = F.silu(F.linear(x.float(), gate.weight.float())) * F.linear(x.float(), up.weight.float())
     _close(ops.gated(x, gate, up), expected.to(dtype))
 

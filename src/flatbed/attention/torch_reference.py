@@ -64,16 +64,29 @@ class TorchAttention(AttentionBackend):
         self._block_size = 0
         self._batch: Batch | None = None
         self._groups: dict[int | None, list[_Group]] = {}
+        self._slots: dict[tuple[int, ...], torch.Tensor] = {}
 
     def begin(self, batch: Batch, block_size: int) -> None:
         self._batch = batch
         self._block_size = block_size
         self._groups = {}
+        self._slots = {}
 
     def write(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
-        batch = self._current
         for pool, new in ((cache.key, key), (cache.value, value)):
-            pool[batch.slot_blocks, :, batch.slot_offsets] = new.to(pool.dtype)
+            dim = pool.shape[-1]
+            _as_rows(pool, dim).index_copy_(0, self._slot_rows(pool), new.reshape(-1, dim).to(pool.dtype))
+
+    def _slot_rows(self, pool: torch.Tensor) -> torch.Tensor:
+        """Which rows of `dim` numbers the step's tokens take, int64 [T * kv_heads]; the same tensor for all layers of
+        one shape."""
+        shape = (pool.stride(0), *pool.shape[1:])
+        if shape not in self._slots:
+            batch = self._current
+            _, kv_heads, size, dim = pool.shape
+            first = batch.slot_blocks * (pool.stride(0) // dim) + batch.slot_offsets
+            self._slots[shape] = (first[:, None] + size * torch.arange(kv_heads, device=first.device)).reshape(-1)
+        return self._slots[shape]
 
     def attend(
         self, cache: LayerCache, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -85,7 +98,8 @@ class TorchAttention(AttentionBackend):
                 if group.members is None:
                     out[: batch.decodes] = self._decode(cache, spec, query[: batch.decodes], group)
                 else:
-                    out[group.members] = self._decode(cache, spec, query[group.members], group)
+                    mixed = self._decode(cache, spec, query.index_select(0, group.members), group)
+                    out.index_copy_(0, group.members, mixed)
         for s in range(batch.decodes, len(batch.lengths)):
             first, end = int(batch.query_starts[s]), int(batch.query_starts[s + 1])
             before = int(batch.lengths[s]) - (end - first)
@@ -185,12 +199,17 @@ def _rows(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return (blocks[:, None] * (pool.stride(0) // row) + heads[:, None]).reshape(-1)
 
 
+def _as_rows(pool: torch.Tensor, length: int) -> torch.Tensor:
+    """pool [blocks, kv_heads, block_size, dim] and what lies between its blocks, as rows of `length` numbers."""
+    _, kv_heads, size, dim = pool.shape
+    count = (pool.shape[0] - 1) * (pool.stride(0) // length) + kv_heads * size * dim // length
+    return pool.as_strided((count, length), (length, 1), pool.storage_offset())
+
+
 def _gather(pool: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
     """Copies those rows of pool [blocks, kv_heads, block_size, dim]; [B * kv_heads, width * block_size, dim]."""
-    kv_heads, size, dim = pool.shape[1:]
-    row = size * dim
-    count = (pool.shape[0] - 1) * (pool.stride(0) // row) + kv_heads
-    source = pool.as_strided((count, row), (row, 1), pool.storage_offset())
+    _, _, size, dim = pool.shape
+    source = _as_rows(pool, size * dim)
     return source.index_select(0, rows).view(-1, width * size, dim)
 
 

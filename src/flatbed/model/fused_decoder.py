@@ -1,4 +1,4 @@
-"""A whole decoder of the Llama kind through fused kernels: 9 launches a layer instead of about 40.
+"""A whole decoder of the Llama kind through fused operations: 9 launches a layer on CUDA instead of about 40.
 
 A decoder is recognised by its code, not by its name: each of its classes must have a forward whose body is the same
 as that of a class we know (Llama, Qwen2, Qwen3, Mistral, as installed), its parts must be plain, and nobody may have
@@ -15,6 +15,7 @@ import textwrap
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from flatbed.attention.base import AttentionSpec
-from flatbed.model.fusions import OneDnnLinear
+from flatbed.model.fusions import Linear, OneDnnLinear
 from flatbed.model.interface import LayerCall, Session, slot_of
 
 # Role → classes whose forward we know, as module and class name.
@@ -122,20 +123,19 @@ class _Layer:
 class FusedDecoder:
     """The forward of a recognised decoder."""
 
-    def __init__(self, model: Any, layers: list[_Layer], session: Session) -> None:
+    def __init__(self, model: Any, layers: list[_Layer], session: Session, ops: ModuleType) -> None:
         self._model = model
         self._layers = layers
         self._session = session
+        self._ops = ops
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
         """input_ids, position_ids int64 [1, T] → hidden states [1, T, size]. Other arguments are those of a call
         without cache and mask, and change nothing."""
-        from flatbed.model import fused_ops as ops
-
-        model, session = self._model, self._session
+        model, session, ops = self._model, self._session, self._ops
         x = model.embed_tokens(input_ids)
         cos, sin = model.rotary_emb(x, position_ids)
-        cos, sin = cos[0], sin[0]
+        angles = ops.rotary(cos[0], sin[0])
         x = x[0]
         residual: torch.Tensor | None = None
         for layer in self._layers:
@@ -147,22 +147,23 @@ class FusedDecoder:
             gains = None
             if hasattr(attention, "q_norm"):
                 gains = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
-            mixed = session.rotate_and_attend(layer.slot, layer.spec, query, key, value, cos, sin, gains)
-            x = ops.product(mixed.view(len(mixed), -1), _linear(attention.o_proj))
+            mixed = ops.attend(session, layer.slot, layer.spec, query, key, value, angles, gains)
+            x = ops.product(mixed, _linear(attention.o_proj))
             x, residual = ops.add_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
             x = ops.product(ops.gated(x, _linear(mlp.gate_proj), _linear(mlp.up_proj)), _linear(mlp.down_proj))
         x, _ = ops.add_norm(x, residual, model.norm.weight, model.norm.variance_epsilon)
         return BaseModelOutputWithPast(last_hidden_state=x[None])
 
 
-def _linear(module: nn.Linear) -> Any:
-    from flatbed.model.fused_ops import Linear
-
+def _linear(module: nn.Linear) -> Linear:
     return Linear(module.weight, module.bias)
 
 
-def fuse_decoder(shadow: nn.Module, session: Session, calls: list[LayerCall]) -> int:
-    """Gives a recognised decoder inside the shadow the fused forward. Returns how many layers it has, or 0."""
+def fuse_decoder(shadow: nn.Module, session: Session, calls: list[LayerCall], ops: ModuleType) -> int:
+    """Gives a recognised decoder inside the shadow the fused forward, with the operations of cuda_ops or cpu_ops.
+
+    Returns how many layers it has, or 0 where it is not recognised.
+    """
     model: Any = getattr(shadow, "model", None)
     if model is None or not _knows("model", model) or not isinstance(getattr(model, "layers", None), nn.ModuleList):
         return 0
@@ -176,7 +177,7 @@ def fuse_decoder(shadow: nn.Module, session: Session, calls: list[LayerCall]) ->
         layers.append(layer)
     if len(layers) != len(calls) or getattr(model.config, "num_hidden_layers", len(layers)) != len(layers):
         return 0
-    decoder = FusedDecoder(model, layers, session)
+    decoder = FusedDecoder(model, layers, session, ops)
     model.__dict__["forward"] = types.MethodType(lambda _, *args, **kwargs: decoder(*args, **kwargs), model)
     return len(layers)
 

@@ -30,6 +30,19 @@ class Fusion:
     replace: Callable[[nn.Module], None]
 
 
+@dataclass(frozen=True)
+class Linear:
+    """Weight [out, in] and bias [out] (or None) of a product; a module's own tensors."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def linear(x: torch.Tensor, one: Linear, then: str = "none") -> torch.Tensor:
+    """x [..., in] times a weight through oneDNN, and an activation after it ("swish", say) in the same pass."""
+    return torch.ops.mkldnn._linear_pointwise(x, one.weight, one.bias, then, [], "")
+
+
 class OneDnnLinear(nn.Linear):
     """`nn.Linear` in float32 on the CPU, through oneDNN instead of the BLAS that torch was built with.
 
@@ -38,7 +51,7 @@ class OneDnnLinear(nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+        return linear(input, Linear(self.weight, self.bias))
 
 
 def _is_plain_linear_on_cpu(module: nn.Module) -> bool:
@@ -48,22 +61,26 @@ def _is_plain_linear_on_cpu(module: nn.Module) -> bool:
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32
         and module.weight.is_contiguous()
-        and _onednn_works()
+        and onednn_works()
     )
 
 
 @functools.cache
-def _onednn_works() -> bool:
-    """Whether torch was built with oneDNN and the operator does here what nn.Linear does."""
+def onednn_works() -> bool:
+    """Whether torch was built with oneDNN, and its operators do here what the plain ones do."""
     if not torch.backends.mkldnn.is_available():
         return False
     x, weight, bias = torch.linspace(-1, 1, 15).view(3, 5), torch.linspace(-2, 1, 20).view(4, 5), torch.ones(4)
     try:
         with torch.inference_mode():
-            got = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            plain = linear(x, Linear(weight, bias))
+            swish = linear(x, Linear(weight, bias), then="swish")
+            product = torch.ops.mkldnn._linear_pointwise.binary(x, swish, weight, bias, "mul")
     except (AttributeError, RuntimeError):  # a private operator: another torch may not have it, or not like this
         return False
-    return torch.allclose(got, nn.functional.linear(x, weight, bias), atol=1e-5)
+    expected = nn.functional.linear(x, weight, bias)
+    gated = nn.functional.silu(expected) * expected
+    return torch.allclose(plain, expected, atol=1e-5) and torch.allclose(product, gated, atol=1e-5)
 
 
 def _become(kind: type[nn.Module]) -> Callable[[nn.Module], None]:

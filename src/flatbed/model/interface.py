@@ -75,32 +75,16 @@ class Session:
         self, layer: int, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """query [T, heads, key_dim], key and value [T, kv_heads, their dim] → [T, heads, value_dim]."""
+        backend, cache = self.running_backend, self.layers[layer]
+        backend.write(cache, key, value)
+        return backend.attend(cache, spec, query, key, value)
+
+    @property
+    def running_backend(self) -> AttentionBackend:
+        """The backend of the forward pass that is under way."""
         if self.backend is None:
             raise RuntimeError("the shadow model was called outside of the engine")
-        cache = self.layers[layer]
-        self.backend.write(cache, key, value)
-        return self.backend.attend(cache, spec, query, key, value)
-
-    def rotate_and_attend(
-        self,
-        layer: int,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        gains: tuple[torch.Tensor, torch.Tensor, float] | None,
-    ) -> torch.Tensor:
-        """`attend` for query, key and value [T, heads * dim] that are not rotated yet."""
-        from flatbed.model.fused_ops import rotate_write
-
-        if self.backend is None:
-            raise RuntimeError("the shadow model was called outside of the engine")
-        cache = self.layers[layer]
-        rotated = rotate_write(query, key, value, cos, sin, cache, self.slot_blocks, self.slot_offsets, gains)
-        heads = (len(key), cache.key.shape[1], -1)
-        return self.backend.attend(cache, spec, rotated, key.view(heads), value.view(heads))
+        return self.backend
 
 
 def attention(

@@ -7,6 +7,7 @@ What is fixed when it is made: the shadow, and the shape of every attention laye
 from __future__ import annotations
 
 import inspect
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from flatbed.attention.base import AttentionBackend
 from flatbed.errors import UnsupportedModelError
 from flatbed.memory.capacity import LayerShape
 from flatbed.memory.pool import LayerCache, Pool
+from flatbed.model import cpu_ops
 from flatbed.model.buffers import step_inputs, upload
-from flatbed.model.fusions import fuse
+from flatbed.model.fused_decoder import fuse_decoder
+from flatbed.model.fusions import fuse, onednn_works
 from flatbed.model.interface import NAME, probe
 from flatbed.model.shadow import make_shadow, unwrap
 from flatbed.model.weights import Identity
@@ -68,12 +71,18 @@ class ModelRunner:
                 self._session, calls = probe(self.shadow, lambda: self._call(one, one, one[0]))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot be run by Flatbed: {error}") from error
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} cannot be run by Flatbed: its forward raised {type(error).__name__} "
+                f"for a single token: {error}"
+            ) from error
         layers = tuple(call.shape for call in calls)
         if self.layers and layers != self.layers:
             raise UnsupportedModelError("the model's attention layers changed; build a new engine")
         self.layers = layers
         self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
-        self.max_positions = _max_positions(_text_config(self.model))
+        windows = [call.spec.window for call in calls]
+        self.max_positions = _max_positions(_text_config(self.model), windows)
         self.kv_dtype = calls[0].dtype
         if any(call.dtype != self.kv_dtype for call in calls):
             raise UnsupportedModelError(f"{type(self.model).__name__} has keys of several dtypes")
@@ -84,10 +93,9 @@ class ModelRunner:
     def bind(self, pool: Pool, backend: AttentionBackend) -> None:
         """Attends over this pool from now on."""
         self._pool, self._backend = pool, backend
-        if backend.reads_pool:
-            from flatbed.model.fused_decoder import fuse_decoder
-
-            self.fusions["decoder-layer"] = fuse_decoder(self.shadow, self._session, self._calls)
+        ops = _operations(backend, next(self.model.parameters()))
+        if ops is not None:
+            self.fusions["decoder-layer"] = fuse_decoder(self.shadow, self._session, self._calls, ops)
 
     def unbind(self) -> None:
         """Lets go of the pool."""
@@ -143,6 +151,17 @@ class ModelRunner:
         return self.shadow(**kwargs).logits[0, logits_at]
 
 
+def _operations(backend: AttentionBackend, parameter: torch.Tensor) -> ModuleType | None:
+    """The fused operations for a model with such parameters, or None where there are none."""
+    if backend.reads_pool:
+        from flatbed.model import cuda_ops
+
+        return cuda_ops
+    if parameter.device.type == "cpu" and parameter.dtype == torch.float32 and onednn_works():
+        return cpu_ops
+    return None
+
+
 def _refuse_unsupported(model: Any) -> None:
     name = type(model).__name__
     config = getattr(model, "config", None)
@@ -179,8 +198,11 @@ def _text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _max_positions(config: Any) -> int | None:
-    """The most tokens of one sequence.
+def _max_positions(config: Any, windows: list[int | None]) -> int | None:
+    """The most tokens of one sequence of a model whose attention layers are given these `windows`.
+
+    Where a sliding window is only in the mask that the model makes (PhiMoE, Moshi), attention cannot know of it: up to
+    the window's length there is nothing to mask, and so that is the limit.
 
     Rotary embeddings that change with the length of what is being run (dynamic, longrope) would give a request other
     results beside a long neighbour than alone, so they are kept to the length up to which they do not change.
@@ -191,4 +213,8 @@ def _max_positions(config: Any) -> int | None:
     for parameters in nested:
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             limit = parameters.get("original_max_position_embeddings") or limit
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(windows)
+    if window and "sliding_attention" in kinds and set(windows) == {None}:
+        limit = window if limit is None else min(limit, window)
     return limit

@@ -1,18 +1,19 @@
-"""The fused kernels as functions over tensors: shapes, launch sizes, and plain torch where a kernel does not pay.
+"""The operations of a fused decoder on CUDA: our kernels, and plain torch where a kernel does not pay.
 
 Sizes were measured on an H200 (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
+from flatbed.attention.base import AttentionSpec
 from flatbed.kernels import fused as kernels
 from flatbed.kernels.launch import pdl
 from flatbed.memory.pool import LayerCache
+from flatbed.model.fusions import Linear
+from flatbed.model.interface import Session
 
 # Up to this many rows a product is bound by reading its weights, and our kernels read them once in one launch; beyond,
 # the vendor's matrix products are faster one by one.
@@ -22,14 +23,6 @@ _WIDE, _FEW_ROWS_WIDE = 2048, 64
 # Programs that a product should have: two on each multiprocessor of an H200.
 _PROGRAMS = 264
 _HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Linear:
-    """Weight [out, in] and bias [out] (or None) of a product; the module's own tensors."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
 
 
 def _power_of_two(value: int, least: int = 1) -> int:
@@ -116,6 +109,30 @@ def rotate_write(
         **pdl(query.device),
     )  # fmt: skip
     return out
+
+
+def rotary(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [T, dim] of a step's positions, as `attend` takes them."""
+    return cos, sin
+
+
+def attend(
+    session: Session,
+    layer: int,
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    gains: tuple[torch.Tensor, torch.Tensor, float] | None,
+) -> torch.Tensor:
+    """Attention of query, key and value [T, heads * dim] that are not rotated yet; returns [T, heads * dim]."""
+    cache = session.layers[layer]
+    rotated = rotate_write(query, key, value, *angles, cache, session.slot_blocks, session.slot_offsets, gains)
+    heads = (len(key), cache.key.shape[1], -1)
+    # The backend reads K and V from the pool; what it is given beside is not looked at.
+    mixed = session.running_backend.attend(cache, spec, rotated, key.view(heads), value.view(heads))
+    return mixed.view(len(mixed), -1)
 
 
 def products(x: torch.Tensor, linears: tuple[Linear, Linear, Linear]) -> tuple[torch.Tensor, ...]:
