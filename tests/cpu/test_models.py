@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flatbed import models
-from flatbed.errors import ConfigError
-from flatbed.errors import ModelLoadError
+from flatbed.errors import ConfigError, ModelLoadError
 from flatbed.models import cache_folder, demo_status, install_demo, load_model
 
 needs_demo = pytest.mark.skipif(

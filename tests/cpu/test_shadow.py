@@ -567,19 +567,43 @@ def test_the_shadow_shares_every_parameter_and_buffer() -> None:
             assert not {id(m) for m in engine._runner.shadow.modules()} & {id(m) for m in model.modules()}
 
 
-def test_users_hooks_remain_and_take_part() -> None:
-    """A forward hook that changes a layer's output (steering, say) changes what is made, as it does in generate."""
+@pytest.mark.parametrize("place", ["model.layers.0.mlp", "model.layers.1.self_attn.o_proj", "model.norm", "lm_head"])
+def test_users_hooks_remain_and_take_part(place: str) -> None:
+    """A forward hook that changes an output (steering, say) changes what is made, as it does in generate: also one that
+    comes or goes while there is an engine, and in whatever part."""
     model = build("llama")
-    direction = torch.randn(48, generator=torch.Generator().manual_seed(0))
+    module = model.get_submodule(place)
+
+    def steer(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        size = output.shape[-1]
+        return (
+            output + 3 * torch.linspace(-1, 1, size)[torch.randperm(size, generator=torch.Generator().manual_seed(0))]
+        )
+
+    plain = references(model)
     with flatbed.Engine(model) as engine:
-        plain = tokens_of(engine.generate(PROMPTS, GREEDY))
-        handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + 2 * direction)
-        engine.close()
+        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
+        handle = module.register_forward_hook(steer)
+        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == references(model) != plain
+        handle.remove()
+        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == references(model) == plain
+        handle = module.register_forward_pre_hook(lambda module, args: (-args[0],))
+        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == references(model)
+        with flatbed.Engine(model) as later:
+            assert tokens_of(later.generate(PROMPTS, GREEDY)) == references(model)
+
+
+def test_a_forward_that_the_user_put_into_a_module_is_followed() -> None:
+    model = build("llama")
+    plain = references(model)
     with flatbed.Engine(model) as engine:
-        steered = tokens_of(engine.generate(PROMPTS, GREEDY))
-        assert steered == references(model) != plain
-    handle.remove()
-    assert references(model) == plain
+        engine.generate(PROMPTS, GREEDY)
+        mlp = model.model.layers[0].mlp
+        own = mlp.forward
+        mlp.forward = lambda x: -own(x)
+        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == references(model) != plain
+        del mlp.forward
+        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == references(model) == plain
 
 
 def test_two_engines_over_one_model_do_not_disturb_each_other() -> None:

@@ -13,7 +13,7 @@ class Identity:
     """What the model's parameters and modules were when the shadow was made, to notice when it no longer fits.
 
     In-place updates change nothing here (`changed_in_place` tells them); replaced modules, parameters, dtypes or
-    devices do.
+    devices do, and so do hooks: a module that somebody hooked into cannot be part of a fusion.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -22,7 +22,11 @@ class Identity:
         self._versions = self._read_versions()
 
     def _read_structure(self) -> list[tuple[int, ...]]:
-        found: list[tuple[int, ...]] = [tuple(map(id, module._modules.values())) for module in self._model.modules()]
+        found: list[tuple[int, ...]] = []
+        for module in self._model.modules():
+            forward = id(module.__dict__.get("forward"))
+            hooks = (len(module._forward_hooks), *module._forward_hooks, *module._forward_pre_hooks)
+            found.append((forward, *hooks, *map(id, module._modules.values())))
         for tensor in _tensors(self._model):
             found.append((id(tensor), tensor.data_ptr(), hash(tensor.dtype)))
         return found
@@ -33,7 +37,7 @@ class Identity:
         return [0 if tensor.is_inference() else tensor._version for tensor in _tensors(self._model)]
 
     def moved(self) -> bool:
-        """True when a module or parameter was replaced, moved or converted since this was last asked."""
+        """True when a module or parameter was replaced, moved, converted or hooked into since this was last asked."""
         before, self._structure = self._structure, self._read_structure()
         return before != self._structure
 
