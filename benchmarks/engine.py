@@ -189,7 +189,8 @@ def run(model: Any, name: str, ceiling: dict[str, float], repeats: int, capacity
         "workload": name, "capacity": capacity, "build_s": built, "first_s": built + first, "warm_s": warm,
         "median_s": median, "tokens": work.tokens, "tokens_per_s": work.tokens / median, "bound_s": least,
         "over_bound": median / least, "steps": stats.steps, "graphs": graphs,
-        "preemptions": stats.preemptions, "live_peak_mib": memory.peak / 2**20, "committed_mib": memory.committed / 2**20,
+        "preemptions": stats.preemptions,
+        "live_peak_mib": memory.peak / 2**20, "committed_mib": memory.committed / 2**20,
         "graph_mib": memory.graphs / 2**20, "committed_after_release_mib": released / 2**20,
     }  # fmt: skip
     print(
@@ -230,7 +231,8 @@ def profile(model: Any, name: str) -> dict[str, Any]:
         until = max(until, end)
     idle = 1 - half / (until - middle)
     print(
-        f"{name}: {took:.3f} s under the profiler; GPU busy {busy / 1e6:.3f} of {whole / 1e6:.3f} s; idle in the second half {idle:.1%}"
+        f"{name}: {took:.3f} s under the profiler; GPU busy {busy / 1e6:.3f} of {whole / 1e6:.3f} s; "
+        f"idle in the second half {idle:.1%}"
     )
     rows = sorted(((sum(t), len(t), n) for n, t in kernels.items()), reverse=True)[:25]
     for total, count, kernel in rows:
