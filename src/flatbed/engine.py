@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 import warnings
 from collections import deque
@@ -158,8 +157,7 @@ class Engine:
         self._weights: tuple[int, ...] | None = None
         self._calls = 0  # whole calls under way
         self._watched = 0  # samples under way whose every token is of interest
-        self._cancelled: set[str] = set()
-        self._cancelled_lock = threading.Lock()
+        self._cancelled: deque[str] = deque()  # any thread appends; no lock, which Ctrl-C could leave locked
         self._numbers = itertools.count()
         self._counts = {"finished": 0, "prompt": 0, "cached": 0, "generated": 0, "steps": 0}
         self._closed = False
@@ -318,8 +316,8 @@ class Engine:
         name = str(number) if request_id is None else str(request_id)
         if name in self._requests:
             raise ConfigError(f"request id {name!r} is in use; ids must be unique among the requests under way")
-        with self._cancelled_lock:
-            self._cancelled.discard(name)  # it was meant for a former request of this name
+        while name in self._cancelled:  # meant for a former request of this name
+            self._cancelled.remove(name)
         if not self._calls and not self._requests:
             self._follow_model()
         timings = Timings(time.perf_counter())
@@ -380,8 +378,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step; what it has so far stays in its output. Any thread may call."""
-        with self._cancelled_lock:
-            self._cancelled.add(str(request_id))
+        self._cancelled.append(str(request_id))
 
     @property
     def has_work(self) -> bool:
@@ -499,11 +496,9 @@ class Engine:
         return self._event(request, request.samples[sequence.sample], None, None, time.perf_counter())
 
     def _take_cancelled(self) -> list[StreamEvent]:
-        with self._cancelled_lock:
-            names, self._cancelled = self._cancelled, set()
         events: list[StreamEvent] = []
-        for name in names:
-            events += self._end(name, "cancelled")
+        while self._cancelled:
+            events += self._end(self._cancelled.popleft(), "cancelled")
         return events
 
     def _end(self, name: str, reason: FinishReason) -> list[StreamEvent]:

@@ -174,7 +174,7 @@ def test_nothing_to_do_loads_no_model(tmp_path: Path) -> None:
     [
         ("--schedule", "fifi", "unknown schedule 'fifi'; known: fifo, prefill_first"),
         ("--capacity", "much", "unknown capacity 'much'; known: \"64 blocks\""),
-        ("--attention", "flashy", "unknown attention 'flashy'; known: auto, torch"),
+        ("--attention", "flashy", "unknown attention 'flashy'; known: auto, triton, torch"),
         ("--dtype", "float17", "unknown dtype 'float17'; known: auto, float32"),
         ("--device", "gpu", "unknown device 'gpu'; known: auto, cpu, cuda"),
         ("--token-budget", "0", "token_budget must be"),

@@ -593,6 +593,26 @@ def test_users_hooks_remain_and_take_part(place: str) -> None:
             assert tokens_of(later.generate(PROMPTS, GREEDY)) == references(model)
 
 
+def test_users_hooks_see_the_steps_of_the_engine_and_nothing_else() -> None:
+    """Not the run over one token that looks at the model when an engine is built or follows a change."""
+    model, seen = build("llama"), []
+    handles = [
+        module.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape[:2])))
+        for module in (model.lm_head, model.model.embed_tokens)
+    ]
+    with flatbed.Engine(model, token_budget=30) as engine:
+        assert seen == []
+        engine.generate(PROMPTS, GREEDY)
+        assert len(seen) == 2 * engine.stats().steps
+        assert sum(tokens for _, tokens in seen[::2]) == 60 + 3 * (NEW - 1)
+        del seen[:]
+        handles.pop().remove()
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        steps = engine.stats().steps
+        engine.generate(PROMPTS, GREEDY)
+        assert len(seen) == engine.stats().steps - steps
+
+
 def test_a_forward_that_the_user_put_into_a_module_is_followed() -> None:
     model = build("llama")
     plain = references(model)

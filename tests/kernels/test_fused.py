@@ -30,7 +30,9 @@ from flatbed.attention.triton import TritonAttention
 from flatbed.memory.pool import LayerCache
 from flatbed.model import cuda_ops as ops
 from flatbed.model.fusions import Linear
+from flatbed.model.steps import merge
 from flatbed.sampling.device import draw
+from flatbed.sampling.sampler import Sampled
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 DTYPES = (torch.float32, torch.float16)
@@ -161,6 +163,21 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
         floats = out[row, 2:].clone().view(torch.float32)
         assert float(floats[0]) == pytest.approx(float(warm[token]), abs=1e-4)
         assert float(floats[1]) == pytest.approx(float(log_probabilities[row, token]), abs=1e-4)
+
+
+def test_a_row_is_drawn_alike_beside_one_that_needs_the_torch_sampler() -> None:
+    torch.manual_seed(1)
+    logits, u, last = torch.randn(3, 3000), torch.rand(3), torch.zeros(3).long()
+    out = draw(logits, torch.ones(3), u, torch.arange(3, dtype=torch.int32), last)
+    theirs = Sampled(torch.tensor([1, 2, 3]), torch.ones(3).bool(), torch.zeros(3), torch.zeros(3))
+    simple = torch.tensor([True, False, True])
+    merged = merge(theirs, out, simple)
+    assert merged.tokens.tolist() == [int(out[0, 0]), 2, int(out[2, 0])]
+    floats = out[:, 2:].clone().view(torch.float32)
+    assert merged.logprobs is not None
+    assert merged.raw_logprobs is not None
+    assert merged.logprobs.tolist() == [float(floats[0, 0]), 0.0, float(floats[2, 0])]
+    assert merged.raw_logprobs.tolist() == [float(floats[0, 1]), 0.0, float(floats[2, 1])]
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])

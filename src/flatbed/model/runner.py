@@ -23,7 +23,7 @@ from flatbed.model.buffers import step_inputs, upload
 from flatbed.model.fused_decoder import fuse_decoder
 from flatbed.model.fusions import fuse, onednn_works
 from flatbed.model.interface import NAME, probe
-from flatbed.model.shadow import make_shadow, unwrap
+from flatbed.model.shadow import make_shadow, unwrap, without_hooks
 from flatbed.model.weights import Identity
 from flatbed.scheduling.plan import BatchPlan
 
@@ -67,7 +67,7 @@ class ModelRunner:
             self.fusions = fuse(self.shadow)
             parameters = inspect.signature(self.shadow.forward).parameters
             self._selects_logits = "logits_to_keep" in parameters
-            with torch.inference_mode():
+            with torch.inference_mode(), without_hooks(self.shadow):
                 self._session, calls = probe(self.shadow, lambda: self._call(one, one, one[0]))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot be run by Flatbed: {error}") from error

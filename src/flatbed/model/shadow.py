@@ -18,9 +18,12 @@ holds also when the forward raises, and while another thread trains the model.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -30,6 +33,8 @@ from flatbed.errors import UnsupportedModelError
 
 # Rotary embeddings of these kinds write to their own buffers in the forward pass.
 _SELF_CHANGING_ROPE = ("dynamic", "longrope")
+# What a module calls around its forward.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -71,6 +76,19 @@ def make_shadow(model: nn.Module, attention: str) -> nn.Module:
             config._attn_implementation_internal = attention
             config.use_cache = False
     return twins[id(model)]
+
+
+@contextlib.contextmanager
+def without_hooks(shadow: nn.Module) -> Iterator[None]:
+    """Runs the shadow without the hooks that it shares with the user's model, which are for real runs."""
+    kept = [(module, name, module.__dict__[name]) for module in shadow.modules() for name in _HOOKS]
+    try:
+        for module, name, _ in kept:
+            module.__dict__[name] = OrderedDict()
+        yield
+    finally:
+        for module, name, hooks in kept:
+            module.__dict__[name] = hooks
 
 
 def _follow(value: Any, twins: dict[int, nn.Module], configs: dict[int, Any], owner: nn.Module) -> Any:

@@ -174,16 +174,30 @@ class DeviceSteps(Steps):
                 logits = self._runner.forward(plan)
                 if len(rows) == 0:  # the middle of prompts: nothing is sampled
                     return _Landed(plan, self._sampler.sample(plan, logits), False)
-                if parameters.simple:
-                    floats = np.stack([parameters.temperature, parameters.uniform]).view(np.int32)
-                    sent = self._runner.upload(np.concatenate([floats, rows[None].astype(np.int32)]))
-                    temperature, uniform = sent[:2].view(torch.float32)
-                    out = draw(logits, temperature, uniform, sent[2], self._runner.last_tokens)
-            if parameters.simple:
+                floats = np.stack([parameters.temperature, parameters.uniform]).view(np.int32)
+                sent = self._runner.upload(np.concatenate([floats, rows[None].astype(np.int32)]))
+                temperature, uniform = sent[:2].view(torch.float32)
+                out = draw(logits, temperature, uniform, sent[2], self._runner.last_tokens)
+            if parameters.simple.all():
                 return _InTheAir(plan, out, parameters.wanted)
             sampled = self._sampler.sample(plan, logits.float())
+            sampled = merge(sampled, out, self._runner.upload(parameters.simple))
             self._runner.feed(plan, sampled.tokens)
             return _Landed(plan, sampled, parameters.needs_history)
+
+
+def merge(sampled: Sampled, out: torch.Tensor, simple: torch.Tensor) -> Sampled:
+    """What `draw` made (int32 [n, 4]) of the rows that are `simple` [n], and the torch sampler's results of the others.
+
+    So how a row is sampled depends on that row alone: the two round differently, and a neighbour that needs the torch
+    sampler must not change a token.
+    """
+    sampled.tokens = torch.where(simple, out[:, 0].long(), sampled.tokens)
+    if sampled.logprobs is not None and sampled.raw_logprobs is not None:
+        floats = out[:, 2:].contiguous().view(torch.float32)
+        sampled.logprobs = torch.where(simple, floats[:, 0], sampled.logprobs)
+        sampled.raw_logprobs = torch.where(simple, floats[:, 1], sampled.raw_logprobs)
+    return sampled
 
 
 def make_steps(runner: ModelRunner, sampler: Sampler, *, graphs: bool) -> Steps:

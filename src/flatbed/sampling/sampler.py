@@ -54,14 +54,14 @@ class DeviceParameters:
 
     Attributes:
         temperature, uniform: float32 [n].
-        simple: sampling/device.py can do all of them.
+        simple: bool [n], the rows that sampling/device.py can do.
         needs_history: a row's next token depends on the values of its earlier ones beyond the model's own context.
         wanted: a row asks for log-probabilities.
     """
 
     temperature: np.ndarray
     uniform: np.ndarray
-    simple: bool
+    simple: np.ndarray
     needs_history: bool
     wanted: bool
 
@@ -154,7 +154,7 @@ class Sampler:
         return DeviceParameters(
             temperature=temperature,
             uniform=u,
-            simple=not (history.any() or truncated.any()),
+            simple=~(history | truncated),
             needs_history=bool(history.any()),
             wanted=bool(self._logprobs[rows].any()),
         )
