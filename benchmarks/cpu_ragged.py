@@ -127,7 +127,7 @@ def main() -> None:
     pace = engines["flatbed"]["tokens_per_s"]
     result = {
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *(a.rpartition("/")[2] if a.endswith(".json") else a for a in sys.argv)]),
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "versions": {
             "flatbed": flatbed.__version__,

@@ -254,7 +254,7 @@ def main() -> None:
     names = arguments.workload.split(",")
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *(a.rpartition("/")[2] if a.endswith(".json") else a for a in sys.argv)]),
         "machine": torch.cuda.get_device_name(),
         "versions": {
             "flatbed": flatbed.__version__,

@@ -61,7 +61,7 @@ class _StaticDecode(AttentionBackend):
         self._updated.clear()
 
     def begin(self, batch: Batch, block_size: int) -> None:
-        raise NotImplementedError("a graph's batch lies in its static tensors")
+        raise RuntimeError("a graph's batch lies in its static tensors")
 
     def write(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
         write_kv(cache, key, value, self._views["slot_blocks"], self._views["slot_offsets"])
