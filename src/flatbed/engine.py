@@ -390,6 +390,8 @@ class Engine:
     def _launch_ahead(self) -> None:
         """Plans and launches steps until as many are under way as may be."""
         while len(self._flights) < self._steps.depth and not (self._flights and self._flights[-1].needs_history):
+            if self._scheduler.waiting and self.config.prefix_cache:
+                self._forget_old_weights()
             plan = self._scheduler.plan()
             if plan is None:
                 return
@@ -533,6 +535,9 @@ class Engine:
     def _abandon(self, plan: BatchPlan, error: Exception) -> None:
         """Ends everything after a failed forward and raises."""
         names = plan.request_ids
+        told = f"{type(error).__name__}: {error}"
+        for name, request in self._requests.items():
+            request.output.error = RequestError(f"ended, because the model's forward raised {told}", request_id=name)
         self._end_all("error")
         raise ModelForwardError(
             f"the model's forward raised {type(error).__name__}: {error} (requests in the batch: {', '.join(names)})",
@@ -641,13 +646,19 @@ class Engine:
             self._steps.reset()
         if not self.config.prefix_cache:
             return
-        if identity.changed_in_place():
-            self._scheduler.forget_prefixes()
-            self._weights = None
+        if self._forget_old_weights():
             return
         before, self._weights = self._weights, checksum(self._runner.model)
         if before != self._weights:
             self._scheduler.forget_prefixes()
+
+    def _forget_old_weights(self) -> bool:
+        """Empties the prefix cache when PyTorch saw the weights change since this was last asked."""
+        if not self._runner.identity.changed_in_place():
+            return False
+        self._scheduler.forget_prefixes()
+        self._weights = None
+        return True
 
     # ---- memory and life --------------------------------------------------------------------------------------------
 

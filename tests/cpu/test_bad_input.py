@@ -511,6 +511,7 @@ def test_an_exception_in_forward_is_raised_with_the_requests_of_the_batch(at: in
         partial = engine.partial_outputs
         assert [output.request_id for output in partial] == names
         assert [output.finish_reason for output in partial] == ["error"] * 4
+        assert all("Boom: out of order" in str(output.error) for output in partial)
         for output, whole in zip(partial, good(), strict=True):
             assert output.token_ids == whole[: len(output.token_ids)]
         handle.remove()

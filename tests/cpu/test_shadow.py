@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import accelerate
 import pytest
 import torch
 import transformers as tf
-from families import build, reference
+from families import VOCABULARY, build, reference
 from tiny import (
     assert_idle,
     changes,
@@ -800,3 +801,24 @@ def test_installing_over_a_refusal_leaves_no_trace() -> None:
     with pytest.raises(UnsupportedModelError):
         flatbed.install(model)
     assert changes(state, model) == []
+
+
+def test_weights_that_change_in_the_middle_of_a_call_are_not_served_from_the_prefix_cache() -> None:
+    model = build("llama")
+    draw = random.Random(9)
+    stem = [draw.randrange(VOCABULARY) for _ in range(40)]
+    prompts = [[*stem, 1], [*stem, 2]]
+    params = flatbed.SamplingParams(max_new_tokens=8, ignore_eos=True)
+
+    def train(output: flatbed.Output) -> None:
+        if output.request_id == "first":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.2)
+
+    before = reference(model, prompts[0], 8)
+    with flatbed.Engine(model, max_requests=1, block_size=4) as engine:
+        first, second = engine.generate(prompts, params, request_ids=["first", "second"], on_output=train)
+    assert first.token_ids == before
+    assert second.cached_tokens == 0
+    assert second.token_ids == reference(model, prompts[1], 8)
