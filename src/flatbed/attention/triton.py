@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from flatbed.attention.base import AttentionBackend, AttentionSpec, Availability, Batch, LayerCache
+from flatbed.memory.capacity import power_of_two
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -38,10 +39,6 @@ def _kernels() -> ModuleType:
     from flatbed.kernels import attention
 
     return attention
-
-
-def _power_of_two(value: int, least: int = 1) -> int:
-    return max(least, 1 << (value - 1).bit_length())
 
 
 @functools.cache
@@ -69,7 +66,7 @@ class DecodeShape:
 
 @functools.cache
 def _decode_shape(key_dim: int, value_dim: int, itemsize: int) -> DecodeShape:
-    dim = _power_of_two(max(key_dim, value_dim))
+    dim = power_of_two(max(key_dim, value_dim))
     if itemsize == 4:
         # Products are not on the tensor cores, where each warp would need all numbers in its own registers.
         return DecodeShape(1, 16, 4 if dim <= 128 else 8, 2)
@@ -124,14 +121,14 @@ def prefill_shape(spec: AttentionSpec, heads: int, cache: LayerCache, longest: i
 
 @functools.cache
 def _prefill_shape(group: int, key_dim: int, value_dim: int, itemsize: int, hopper: bool, short: bool) -> PrefillShape:
-    dim = _power_of_two(max(key_dim, value_dim))
+    dim = power_of_two(max(key_dim, value_dim))
     if hopper and group <= 64:
         if dim == 64:
             return PrefillShape(192 // group, 128, 192, 4, 2, hopper=True, ahead=True)
         return PrefillShape(128 // group, 128, 128, 4, 2, hopper=True)
 
     def portable(tile: int, rows: int, warps: int, stages: int) -> PrefillShape:
-        rows = _power_of_two(group, rows)
+        rows = power_of_two(group, rows)
         return PrefillShape(rows // group, tile, rows, warps, stages, short=short)
 
     if itemsize == 4:  # not on the tensor cores: registers decide
@@ -196,7 +193,7 @@ def write_kv(
     if tokens == 0:
         return
     key, value = _last_contiguous(key), _last_contiguous(value)
-    padded = _power_of_two(max(key_dim, value.shape[-1]))
+    padded = power_of_two(max(key_dim, value.shape[-1]))
     rows = max(1, 2048 // padded)
     _kernels().write_kernel[(-(-tokens * kv_heads // rows),)](
         key,
@@ -288,7 +285,7 @@ class DecodePlan:
             self.window or 0,
             self.least,
             TILE=_PLAN_TILE,
-            ROWS=_power_of_two(self.rows, 128),
+            ROWS=power_of_two(self.rows, 128),
             num_warps=4,
         )
 
@@ -342,7 +339,7 @@ def decode_attention(
         raise ValueError(f"the plan is for {plan.rows} rows and window {plan.window}, not for {rows} and {spec.window}")
     scale, softcap = _scales(spec)
     shape = _decode_shape(key_dim, value_dim, query.dtype.itemsize)
-    value_pad, lines_pad = _power_of_two(value_dim), _power_of_two(plan.lines)
+    value_pad, lines_pad = power_of_two(value_dim), power_of_two(plan.lines)
     _kernels().decode_kernel[(plan.max_items * kv_heads * plan.parts,)](
         query,
         cache.key,
@@ -373,7 +370,7 @@ def decode_attention(
         SINKS=spec.sinks is not None,
         PARTS=plan.parts,
         LINES=plan.lines,
-        KEY_PAD=_power_of_two(key_dim),
+        KEY_PAD=power_of_two(key_dim),
         VALUE_PAD=value_pad,
         WAYS=shape.ways,
         TOKENS=shape.tokens,
@@ -485,8 +482,8 @@ def _prefill_portable(
         SINKS=spec.sinks is not None,
         WINDOW=spec.window is not None,
         ROWS=shape.rows,
-        KEY_PAD=_power_of_two(key_dim),
-        VALUE_PAD=_power_of_two(value_dim),
+        KEY_PAD=power_of_two(key_dim),
+        VALUE_PAD=power_of_two(value_dim),
         TILE=shape.tile,
         SHORT=shape.short,
         STAGES=shape.stages,

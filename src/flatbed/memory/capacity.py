@@ -130,3 +130,8 @@ def blocks_for(tokens: int, block_size: int) -> int:
 def round_up(value: int, unit: int) -> int:
     """The next multiple of `unit`."""
     return -(-value // unit) * unit
+
+
+def power_of_two(value: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `value` and `least` (a power of two itself)."""
+    return max(least, 1 << (value - 1).bit_length())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from flatbed.attention.base import AttentionSpec
 from flatbed.kernels import fused as kernels
 from flatbed.kernels.launch import pdl
+from flatbed.memory.capacity import power_of_two
 from flatbed.memory.pool import LayerCache
 from flatbed.model.fusions import Linear
 from flatbed.model.interface import Session
@@ -23,10 +24,6 @@ _WIDE, _FEW_ROWS_WIDE = 2048, 64
 # Programs that a product should have: two on each multiprocessor of an H200.
 _PROGRAMS = 264
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def _power_of_two(value: int, least: int = 1) -> int:
-    return max(least, 1 << (value - 1).bit_length())
 
 
 def few_rows(x: torch.Tensor) -> bool:
@@ -46,7 +43,7 @@ def add_norm(
     parts = x.shape[0] if x.dim() == 3 else 0
     out = torch.empty(rows, size, dtype=weight.dtype, device=x.device)
     summed = x if residual is None and not parts else torch.empty_like(out)
-    block = _power_of_two(size)
+    block = power_of_two(size)
     kernels.add_norm_kernel[(rows,)](
         x, x if residual is None else residual, weight, out, summed, size, x.stride(0), eps,
         PARTS=parts, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(2, block // 256)),
@@ -69,7 +66,7 @@ def product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     out = torch.empty(parts, rows, width, dtype=torch.float32, device=x.device)
     kernels.partial_product_kernel[(tiles, parts)](
         x, linear.weight, out, rows, size, width, share,
-        ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=4, num_stages=4,
+        ROWS=power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=4, num_stages=4,
         **pdl(x.device),
     )  # fmt: skip
     return out
@@ -104,7 +101,7 @@ def rotate_write(
         query, key, value, cos, sin, query_gain, key_gain, out, cache.key, cache.value, slot_blocks, slot_offsets,
         query.stride(0), key.stride(0), value.stride(0), cos.stride(0), out.stride(0),
         cache.key.stride(0), cache.value.stride(0), eps,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=_power_of_two(dim // 2), BLOCK_SIZE=block_size,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=power_of_two(dim // 2), BLOCK_SIZE=block_size,
         NORM=gains is not None, num_warps=1,
         **pdl(query.device),
     )  # fmt: skip
@@ -148,7 +145,7 @@ def products(x: torch.Tensor, linears: tuple[Linear, Linear, Linear]) -> tuple[t
     kernels.products_kernel[(sum(tiles),)](
         x, *(linear.weight for linear in linears), *(linear.bias if bias else x for linear in linears), out,
         rows, size, *widths, tiles[0], tiles[1],
-        BIAS=bias, ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=128, num_warps=4, num_stages=4,
+        BIAS=bias, ROWS=power_of_two(rows, 16), TILE=tile, DEPTH=128, num_warps=4, num_stages=4,
         **pdl(x.device),
     )  # fmt: skip
     return out.split(widths, dim=1)
@@ -172,7 +169,7 @@ def gated(x: torch.Tensor, gate: Linear, up: Linear) -> torch.Tensor:
         tile, depth, stages, warps = _gated_shape(rows, size)
         kernels.gated_kernel[(-(-width // tile),)](
             x, gate.weight, up.weight, out, rows, size, width,
-            ROWS=_power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=warps, num_stages=stages,
+            ROWS=power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=warps, num_stages=stages,
             **pdl(x.device),
         )  # fmt: skip
         return out

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from flatbed.attention.base import AttentionBackend, AttentionSpec, Availability, Batch, LayerCache
 from flatbed.attention.triton import DecodePlan, decode_attention, write_kv
+from flatbed.memory.capacity import power_of_two
 from flatbed.model.interface import Session
 from flatbed.sampling.device import draw
 
@@ -34,7 +35,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def bucket_of(rows: int) -> int:
     """The graph size for that many rows: few sizes, and never more than a quarter (from 16 on) in vain."""
     if rows <= 8:
-        return 1 << (rows - 1).bit_length()
+        return power_of_two(rows)
     step = max(8, 1 << ((rows - 1).bit_length() - 3))
     return -(-rows // step) * step
 
@@ -212,7 +213,7 @@ class DecodeGraphs:
         if layers is not self._layers:
             self.drop()
             self._layers = layers
-        key = (bucket_of(rows), max(16, 1 << (blocks - 1).bit_length()))
+        key = (bucket_of(rows), power_of_two(blocks, 16))
         if key not in self._graphs:
             if self._memory_pool is None:
                 self._memory_pool = torch.cuda.graph_pool_handle()

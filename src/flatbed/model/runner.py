@@ -50,7 +50,6 @@ class ModelRunner:
         self.identity = Identity(self.model)
         self.shadow: nn.Module
         self.layers: tuple[LayerShape, ...] = ()
-        self._max_rows = max_rows
         self._pool: Pool | None = None
         self._backend: AttentionBackend | None = None
         self.make_shadow()

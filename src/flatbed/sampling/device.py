@@ -10,6 +10,7 @@ import torch
 
 from flatbed.kernels import sampling as kernels
 from flatbed.kernels.launch import pdl
+from flatbed.memory.capacity import power_of_two
 
 _CHUNK = 2048
 FIELDS = 4
@@ -42,6 +43,6 @@ def draw(
     )
     kernels.draw_kernel[(n,)](
         logits, partials, temperature, uniform, rows, last_tokens, out, chunks, vocabulary, logits.stride(0),
-        CHUNK=_CHUNK, CHUNKS=max(16, 1 << (chunks - 1).bit_length()), num_warps=4, **pdl(logits.device),
+        CHUNK=_CHUNK, CHUNKS=power_of_two(chunks, 16), num_warps=4, **pdl(logits.device),
     )  # fmt: skip
     return out
