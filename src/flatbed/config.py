@@ -34,6 +34,7 @@ class EngineConfig:
         max_requests: the most samples that run at once.
         prefix_cache: share blocks between prompts with the same beginning.
         seed: the root of the seeds of requests that bring none.
+        deterministic: the same bits for a request whatever runs beside it (see flatbed.model.deterministic).
     """
 
     capacity: str = "auto"
@@ -44,6 +45,7 @@ class EngineConfig:
     max_requests: int = 1024
     prefix_cache: bool = True
     seed: int = 0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         Capacity.parse(self.capacity)
@@ -55,6 +57,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} must be a whole number, at least {least}, got {value!r}")
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic must be True or False, got {self.deterministic!r}")
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineConfig:

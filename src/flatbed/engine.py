@@ -34,6 +34,8 @@ from flatbed.errors import (
 from flatbed.memory.capacity import Capacity, KVLayout
 from flatbed.memory.pool import MemoryReport, Pool
 from flatbed.memory.select import free_bytes, make_backing
+from flatbed.model.deterministic.attention import choose_invariant
+from flatbed.model.deterministic.sampling import RowSampler
 from flatbed.model.runner import ModelRunner
 from flatbed.model.steps import Flight, Results, make_steps
 from flatbed.model.weights import checksum
@@ -47,6 +49,9 @@ from flatbed.scheduling.scheduler import Scheduler
 from flatbed.text import TextStream, check_stop_strings, encode
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+# Once weights have moved before this many calls in a row, they will before the next: graphs would serve one call each.
+_MOVES_IN_A_ROW = 2
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,16 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Sample:
-    """One sample of a request while it is under way: the scheduler's sequence, and what the user will see of it."""
+    """One sample of a request while it is under way: the scheduler's sequence, and what the user will see of it.
+
+    Attributes:
+        streamed: each token is an event.
+    """
 
     sequence: Scheduled
     completion: Completion
     stream: TextStream | None
+    streamed: bool
 
 
 @dataclass(slots=True)
@@ -107,6 +117,9 @@ class Engine:
         max_requests: the most samples that run at once.
         prefix_cache: share K/V between equal beginnings of prompts.
         seed: root of the seeds of requests that bring none.
+        deterministic: a request's tokens and log-probabilities are the same bits whatever runs beside it, whatever the
+            capacity, token budget and schedule, and after preemptions. Slower; models with operators whose order of
+            operations cannot be fixed are refused (see docs/deterministic.md).
 
     Raises ConfigError for settings that make no sense, BackendUnavailableError for an attention backend that cannot run
     here, UnsupportedModelError for a model that cannot be run.
@@ -127,6 +140,7 @@ class Engine:
         max_requests: int = EngineConfig.max_requests,
         prefix_cache: bool = EngineConfig.prefix_cache,
         seed: int = EngineConfig.seed,
+        deterministic: bool = EngineConfig.deterministic,
         **unknown: Any,
     ) -> None:
         self.config = EngineConfig.from_mapping(
@@ -139,15 +153,16 @@ class Engine:
                 "max_requests": max_requests,
                 "prefix_cache": prefix_cache,
                 "seed": seed,
+                "deterministic": deterministic,
                 **unknown,
             }
         )
         self.tokenizer = tokenizer
         rows = min(max_requests, self.config.tokens_per_step)
-        self._runner = ModelRunner(model, rows)
-        self._backend = choose(attention, self._runner.device)
+        self._runner = ModelRunner(model, rows, deterministic=deterministic)
+        self._backend = (choose_invariant if deterministic else choose)(attention, self._runner.device)
         self._pool, self._scheduler = self._make_pool()
-        self._sampler = Sampler(rows, self._runner.device)
+        self._sampler = (RowSampler if deterministic else Sampler)(rows, self._runner.device)
         self._steps = make_steps(
             self._runner, self._sampler, graphs=self._runner.device.type == "cuda" and self._backend.reads_pool
         )
@@ -156,6 +171,7 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._weights: tuple[int, ...] | None = None
         self._calls = 0  # whole calls under way
+        self._moves = 0  # calls in a row before which the weights had moved
         self._watched = 0  # samples under way whose every token is of interest
         self._cancelled: deque[str] = deque()  # any thread appends; no lock, which Ctrl-C could leave locked
         self._numbers = itertools.count()
@@ -347,7 +363,7 @@ class Engine:
             stream = (
                 TextStream(self.tokenizer, params.stop) if self.tokenizer is not None and sequence.watched else None
             )
-            request.samples.append(_Sample(sequence, completion, stream))
+            request.samples.append(_Sample(sequence, completion, stream, streamed))
             self._scheduler.submit(sequence)
         self._requests[name] = request
         return output
@@ -440,7 +456,8 @@ class Engine:
         return events
 
     def _watch(self, landed: Landed, results: Results, now: float) -> list[StreamEvent]:
-        """The events of samples whose every token is of interest; ends those that met a stop string."""
+        """Looks at each token of samples whose tokens are of interest, and ends those that met a stop string. Returns
+        the events of those that are streamed, and of all that end."""
         logprobs = raw_logprobs = None
         if results.logprobs is not None and results.raw_logprobs is not None:
             logprobs, raw_logprobs = results.logprobs.tolist(), results.raw_logprobs.tolist()
@@ -461,7 +478,8 @@ class Engine:
             if sample.stream is not None and sample.stream.stopped and sequence.finish_reason != "eos":
                 self._scheduler.finish(sequence, "stop")
                 sequence.finish_reason = "stop"
-            events.append(self._event(request, sample, token, text, now))
+            if sample.streamed or sequence.finish_reason is not None:
+                events.append(self._event(request, sample, token, text, now))
         return events
 
     def _event(
@@ -588,6 +606,11 @@ class Engine:
         limit = self._runner.max_positions
         return fits if limit is None else min(fits, limit)
 
+    @property
+    def max_positions(self) -> int | None:
+        """The most tokens (prompt and completion) that the model has positions for; None where it sets no limit."""
+        return self._runner.max_positions
+
     def _admissible(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         """Raises the RequestError that says why this request cannot be run, if it cannot."""
         problem = params.problem()
@@ -636,14 +659,16 @@ class Engine:
         """
         self._eos = eos_token_ids(self._runner.model, self.tokenizer)
         identity = self._runner.identity
-        if identity.moved():
+        moved = identity.moved()
+        self._moves = self._moves + 1 if moved else 0
+        if moved:
             self._runner.make_shadow()
             self._scheduler.forget_prefixes()
             self._weights = None
             if self._runner.kv_dtype != self._pool.dtype:
                 self._pool.close()
                 self._pool, self._scheduler = self._make_pool()
-            self._steps.reset()
+            self._steps.reset(capture=self._moves < _MOVES_IN_A_ROW)
         if not self.config.prefix_cache:
             return
         if self._forget_old_weights():
@@ -681,10 +706,16 @@ class Engine:
         pool = self._scheduler.pool
         return self._pool.report(pool.held, pool.peak_held, self._steps.graph_bytes)
 
-    def release(self) -> None:
-        """Gives back the memory that no running request holds; empties the prefix cache. Addresses stay."""
+    def release(self, *, graphs: bool = False) -> None:
+        """Gives back the memory that no running request holds; empties the prefix cache. Addresses stay.
+
+        Args:
+            graphs: lets go of captured graphs as well, when nothing runs; the next call captures what it needs again.
+        """
         self._check_open()
         self._pool.shrink(self._scheduler.trim())
+        if graphs and not self._flights:
+            self._steps.reset()
 
     def close(self) -> None:
         """Ends what is under way and frees everything. The engine cannot be used afterwards; calling twice is fine."""

@@ -112,7 +112,12 @@ def distributions(
 
 def test_the_distribution_is_that_of_transformers_processors() -> None:
     """All combinations in one batch. A kept token has its log-probability over all that are kept: one token more or
-    less in the set, or another order of the processors, would move it further than the tolerance."""
+    less in the set, or another order of the processors, would move it further than the tolerance.
+
+    The engine's forward and the model's own round differently, by how much depends on the CPU: 1.6e-5 was seen with
+    AVX-512, less than 1e-5 without.
+    """
+    rounding = 5e-5
     model, draw = shared("llama"), random.Random(0)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 20))] for _ in COMBINATIONS]
     params = [Params(max_new_tokens=8, n=6, seed=i, logprobs=True, **c) for i, c in enumerate(COMBINATIONS)]
@@ -127,9 +132,9 @@ def test_the_distribution_is_that_of_transformers_processors() -> None:
                 sample.token_ids, sample.logprobs, sample.raw_logprobs, wanted, strict=True
             ):
                 assert math.isfinite(processed[token]), f"{combination}: drew a token that is not among those kept"
-                tolerance = 1e-5 / min(combination.get("temperature") or 1.0, 1.0)
+                tolerance = rounding / min(combination.get("temperature") or 1.0, 1.0)
                 assert logprob == pytest.approx(processed[token].item(), abs=tolerance), combination
-                assert raw == pytest.approx(plain[token].item(), abs=1e-5), combination
+                assert raw == pytest.approx(plain[token].item(), abs=rounding), combination
                 if combination.get("temperature", 0) == 0:
                     assert token == processed.argmax()
 

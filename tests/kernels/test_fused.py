@@ -30,9 +30,7 @@ from flatbed.attention.triton import TritonAttention
 from flatbed.memory.pool import LayerCache
 from flatbed.model import cuda_ops as ops
 from flatbed.model.fusions import Linear
-from flatbed.model.steps import merge
 from flatbed.sampling.device import draw
-from flatbed.sampling.sampler import Sampled
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 DTYPES = (torch.float32, torch.float16)
@@ -62,7 +60,8 @@ def test_add_norm(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dim", [16, 24, 64])
-def test_rotate_write(dtype: torch.dtype, norm: bool, dim: int) -> None:
+@pytest.mark.parametrize("table", [False, True])
+def test_rotate_write(dtype: torch.dtype, norm: bool, dim: int, table: bool) -> None:
     torch.manual_seed(0)
     tokens, heads, kv_heads, block_size = 6, 4, 2, 16
     packed = torch.randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -81,7 +80,12 @@ def test_rotate_write(dtype: torch.dtype, norm: bool, dim: int) -> None:
         gains = (q_norm.weight.detach(), k_norm.weight.detach(), 1e-6)
         q, k = q_norm(q).detach(), k_norm(k).detach()
     expected_q, expected_k = apply_rotary_pos_emb(q, k, cos[None], sin[None])
-    rotated = ops.rotate_write(query, key, value, cos, sin, cache, blocks, offsets, gains)
+    angles = ops.rotary(cos, sin)
+    if table:  # the same angles, at other places of a longer table
+        positions = torch.tensor([7, 0, 3, 9, 1, 4])
+        angles = ops.rotary(*(torch.zeros(10, dim, dtype=dtype) for _ in range(2)), positions)
+        angles.cos[positions], angles.sin[positions] = cos, sin
+    rotated = ops.rotate_write(query, key, value, angles, cache, blocks, offsets, gains)
     _close(rotated, expected_q[0].transpose(0, 1))
     for t in range(tokens):
         if blocks[t] >= 0:
@@ -163,21 +167,6 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
         floats = out[row, 2:].clone().view(torch.float32)
         assert float(floats[0]) == pytest.approx(float(warm[token]), abs=1e-4)
         assert float(floats[1]) == pytest.approx(float(log_probabilities[row, token]), abs=1e-4)
-
-
-def test_a_row_is_drawn_alike_beside_one_that_needs_the_torch_sampler() -> None:
-    torch.manual_seed(1)
-    logits, u, last = torch.randn(3, 3000), torch.rand(3), torch.zeros(3).long()
-    out = draw(logits, torch.ones(3), u, torch.arange(3, dtype=torch.int32), last)
-    theirs = Sampled(torch.tensor([1, 2, 3]), torch.ones(3).bool(), torch.zeros(3), torch.zeros(3))
-    simple = torch.tensor([True, False, True])
-    merged = merge(theirs, out, simple)
-    assert merged.tokens.tolist() == [int(out[0, 0]), 2, int(out[2, 0])]
-    floats = out[:, 2:].clone().view(torch.float32)
-    assert merged.logprobs is not None
-    assert merged.raw_logprobs is not None
-    assert merged.logprobs.tolist() == [float(floats[0, 0]), 0.0, float(floats[2, 0])]
-    assert merged.raw_logprobs.tolist() == [float(floats[0, 1]), 0.0, float(floats[2, 1])]
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])

@@ -53,6 +53,7 @@ def test_the_parameters_of_the_engine_are_frozen() -> None:
         "max_requests",
         "prefix_cache",
         "seed",
+        "deterministic",
     ]
     assert names(flatbed.Engine) == ["model", "tokenizer", *settings, "unknown"]
     assert list(flatbed.EngineConfig.__dataclass_fields__) == settings

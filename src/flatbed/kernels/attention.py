@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -255,6 +256,8 @@ def decode_kernel(
     JOIN: tl.constexpr,  # partial results that are combined at a time
     LINES_PAD: tl.constexpr,  # LINES, rounded up to a power of two
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,  # launched while the kernel before it still runs
+    PDL: tl.constexpr,  # lets the kernel after it be launched while it runs
 ):
     """One program per (item, K/V head, part of its query heads): attention of one token over a piece of its K/V.
 
@@ -294,6 +297,11 @@ def decode_kernel(
     value_dim = tl.arange(0, VALUE_PAD)
     table = tables + row * table_stride
     following = tl.load(table + (begin + way * TOKENS) // BLOCK_SIZE, mask=begin + way * TOKENS < end, other=0)
+    if EARLY:
+        # Items and tables were made long before this launch; queries and the step's own K/V have to be waited for.
+        gdc_wait()
+    if PDL:
+        gdc_launch_dependents()
     query_mask = used[:, None]
     if KEY_PAD != KEY_DIM:
         query_mask = query_mask & (key_dim < KEY_DIM)[None, :]

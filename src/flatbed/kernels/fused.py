@@ -50,64 +50,80 @@ def add_norm_kernel(
     tl.store(out + row * size + at, (normed * gain).to(dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rotate_write_kernel(
-    query, key, value, cos, sin, query_gain, key_gain, query_out, key_pool, value_pool, slot_blocks, slot_offsets,
-    query_stride, key_stride, value_stride, cos_stride, out_stride, key_block_stride, value_block_stride, eps,
+    query, key, value, cos, sin, positions, query_gain, key_gain, query_out, key_pool, value_pool, slot_blocks,
+    slot_offsets, tokens, query_stride, key_stride, value_stride, cos_stride, out_stride, key_block_stride, value_block_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr
+    TOKENS: tl.constexpr, TABLE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Rotary embedding of q and k (after an RMSNorm of each head when NORM), K and V into the pool.
 
-    A program per (token, head), heads counted q, then k, then v. The two halves of a head are rotated against each
-    other::
+    A program per (TOKENS tokens, head), heads counted q, then k, then v. The two halves of a head are rotated against
+    each other::
 
         out[:half] = a cos - b sin        out[half:] = b cos + a sin        (a, b the halves; cos, sin by position)
+
+    cos and sin have a row for each token, or with TABLE one for each position.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     half = DIM // 2
-    at = tl.arange(0, HALF_PAD)
-    inside = at < half
-    block = tl.load(slot_blocks + token).to(tl.int64)
-    slot = tl.load(slot_offsets + token).to(tl.int64)
+    at = tl.arange(0, HALF_PAD)[None, :]
+    present = token < tokens
+    inside = present[:, None] & (at < half)
     if head < HEADS + KV_HEADS:
         is_query = head < HEADS
         if is_query:
-            source = query + token * query_stride + head * DIM
+            source = query + (token * query_stride + head * DIM)[:, None] + at
             gain = query_gain
         else:
-            source = key + token * key_stride + (head - HEADS) * DIM
+            source = key + (token * key_stride + (head - HEADS) * DIM)[:, None] + at
             gain = key_gain
         dtype = query.dtype.element_ty
-        a = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
         if NORM:
-            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / DIM + eps)
-            a = (a * scale).to(dtype).to(tl.float32) * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
-            b = (b * scale).to(dtype).to(tl.float32) * tl.load(gain + half + at, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+            a = (a * scale).to(dtype).to(tl.float32) * tl.load(gain + at, mask=at < half, other=0.0).to(tl.float32)
+            b = (b * scale).to(dtype).to(tl.float32) * tl.load(gain + half + at, mask=at < half, other=0.0).to(
+                tl.float32
+            )
             a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
-        c = tl.load(cos + token * cos_stride + at, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + token * cos_stride + at, mask=inside, other=0.0).to(tl.float32)
+        row = token
+        if TABLE:
+            row = tl.load(positions + token, mask=present, other=0).to(tl.int64)
+        angle = (row * cos_stride)[:, None] + at
+        c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
         low, high = a * c - b * s, b * c + a * s
         if is_query:
-            out = query_out + token * out_stride + head * DIM
-            tl.store(out + at, low.to(dtype), mask=inside)
-            tl.store(out + half + at, high.to(dtype), mask=inside)
-        elif block >= 0:
-            out = key_pool + block * key_block_stride + ((head - HEADS) * BLOCK_SIZE + slot) * DIM
-            tl.store(out + at, low.to(key_pool.dtype.element_ty), mask=inside)
-            tl.store(out + half + at, high.to(key_pool.dtype.element_ty), mask=inside)
-    elif block >= 0:
+            out = query_out + (token * out_stride + head * DIM)[:, None] + at
+            tl.store(out, low.to(dtype), mask=inside)
+            tl.store(out + half, high.to(dtype), mask=inside)
+        else:
+            block = tl.load(slot_blocks + token, mask=present, other=-1).to(tl.int64)
+            slot = tl.load(slot_offsets + token, mask=present, other=0).to(tl.int64)
+            stored = inside & (block >= 0)[:, None]
+            place = block * key_block_stride + ((head - HEADS) * BLOCK_SIZE + slot) * DIM
+            out = key_pool + place[:, None] + at
+            tl.store(out, low.to(key_pool.dtype.element_ty), mask=stored)
+            tl.store(out + half, high.to(key_pool.dtype.element_ty), mask=stored)
+    else:
         kv_head = head - HEADS - KV_HEADS
-        source = value + token * value_stride + kv_head * DIM
-        out = value_pool + block * value_block_stride + (kv_head * BLOCK_SIZE + slot) * DIM
-        a = tl.load(source + at, mask=inside, other=0.0)
-        b = tl.load(source + half + at, mask=inside, other=0.0)
-        tl.store(out + at, a.to(value_pool.dtype.element_ty), mask=inside)
-        tl.store(out + half + at, b.to(value_pool.dtype.element_ty), mask=inside)
+        block = tl.load(slot_blocks + token, mask=present, other=-1).to(tl.int64)
+        slot = tl.load(slot_offsets + token, mask=present, other=0).to(tl.int64)
+        stored = inside & (block >= 0)[:, None]
+        source = value + (token * value_stride + kv_head * DIM)[:, None] + at
+        place = block * value_block_stride + (kv_head * BLOCK_SIZE + slot) * DIM
+        out = value_pool + place[:, None] + at
+        a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out, a.to(value_pool.dtype.element_ty), mask=stored)
+        tl.store(out + half, b.to(value_pool.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -131,12 +147,9 @@ def products_kernel(
 ):  # fmt: skip
     """out [rows, width0 + width1 + width2] = x [rows, size] times each weight [width_i, size], transposed, plus bias_i.
 
-    For few rows: all rows in one tile, so that every weight is read once. A program per tile of one weight's rows; the
+    A program per (tile of one weight's rows, ROWS rows of x): where those are all of x, every weight is read once. The
     three weights stay where they are.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     tile = tl.program_id(0)
     if tile < tiles0:
         weight, bias, width, start, first = weight0, bias0, width0, tile * TILE, 0
@@ -144,9 +157,12 @@ def products_kernel(
         weight, bias, width, start, first = weight1, bias1, width1, (tile - tiles0) * TILE, width0
     else:
         weight, bias, width, start, first = weight2, bias2, width2, (tile - tiles0 - tiles1) * TILE, width0 + width1
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = start + tl.arange(0, TILE)
     depth = tl.arange(0, DEPTH)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     in_rows, in_columns = row < rows, column < width
     total = tl.zeros((ROWS, TILE), tl.float32)
     for k in range(0, size, DEPTH):
@@ -172,10 +188,9 @@ def gated_kernel(
     ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """out [rows, width] = silu(x times gate_weight transposed) * (x times up_weight transposed), for few rows."""
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
     in_rows, in_columns = row < rows, column < width
@@ -190,6 +205,10 @@ def gated_kernel(
         )
         gate += tl.dot(v, tl.trans(tl.load(gate_weight + place, mask=inside, other=0.0)))
         up += tl.dot(v, tl.trans(tl.load(up_weight + place, mask=inside, other=0.0)))
+    if PDL:
+        # Not before: programs of the next product that wait beside these would be divided unevenly among the
+        # multiprocessors. With hidden sizes of 4096 and one row it took 44 us instead of 27.
+        gdc_launch_dependents()
     dtype = out.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
@@ -208,9 +227,6 @@ def partial_product_kernel(
     A program per (tile of the weight's rows, part); a part is `share` of the inner dimension. Where the product has few
     columns that is what fills the GPU; add_norm_kernel adds the parts up.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     part = tl.program_id(1)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
@@ -218,6 +234,9 @@ def partial_product_kernel(
     in_rows, in_columns = row < rows, column < width
     total = tl.zeros((ROWS, TILE), tl.float32)
     end = tl.minimum(size, (part + 1) * share)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     for k in range(part * share, end, DEPTH):
         in_depth = k + depth < end
         w = tl.load(

@@ -10,14 +10,18 @@ import triton
 
 
 @functools.cache
-def pdl(device: torch.device) -> dict[str, Any]:
-    """Launch arguments for a kernel that takes PDL: whether it is launched while the one before it still runs.
+def can_pdl(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it still runs (programmatic dependent launch).
 
-    Programmatic dependent launch needs compute capability 9.0 and a Triton that knows `launch_pdl`.
+    That needs compute capability 9.0 and a Triton that knows `launch_pdl`.
     """
-    able = (
+    return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device)[0] >= 9
         and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
     )
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+def pdl(device: torch.device) -> dict[str, Any]:
+    """Launch arguments for a kernel that takes PDL, on this device."""
+    return {"PDL": True, "launch_pdl": True} if can_pdl(device) else {"PDL": False}

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from flatbed.attention.base import Batch
+from flatbed.memory.transfer import upload
 from flatbed.scheduling.plan import BatchPlan
 
 
@@ -25,15 +26,6 @@ class StepInputs:
     position_ids: torch.Tensor
     logits_at: torch.Tensor
     batch: Batch
-
-
-def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of `values` on the device. To CUDA it goes through pinned memory, and the CPU does not wait for it."""
-    if device.type != "cuda":
-        return torch.from_numpy(values).to(device)
-    pinned = torch.empty(values.shape, dtype=torch.from_numpy(values[:0]).dtype, pin_memory=True)
-    pinned.numpy()[...] = values
-    return pinned.to(device, non_blocking=True)
 
 
 def step_inputs(plan: BatchPlan, last_tokens: torch.Tensor, block_size: int, device: torch.device) -> StepInputs:

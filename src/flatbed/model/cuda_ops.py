@@ -5,6 +5,8 @@ Sizes were measured on an H200 (benchmarks/NOTES.md).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -21,6 +23,8 @@ from flatbed.model.interface import Session
 FEW_ROWS = 128
 # Products with a wide inner dimension keep the vendor's kernels busy earlier.
 _WIDE, _FEW_ROWS_WIDE = 2048, 64
+# Three small products in one launch gain longer: 256 x 896 with q, k, v of 896, 128, 128 took 13.4 us one by one.
+_FEW_ROWS_TOGETHER, _ROWS_TOGETHER = 256, 64
 # Programs that a product should have: two on each multiprocessor of an H200.
 _PROGRAMS = 264
 _HALF = (torch.bfloat16, torch.float16)
@@ -72,23 +76,36 @@ def product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     return out
 
 
+class Angles(NamedTuple):
+    """Cosines and sines of the rotary embedding.
+
+    Attributes:
+        cos, sin: [T, dim] of the step's tokens, both halves alike; or [positions, dim] of all positions.
+        positions: int64 [T], where cos and sin are of all positions.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor | None = None
+
+
 def rotate_write(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    angles: Angles,
     cache: LayerCache,
     slot_blocks: torch.Tensor,
     slot_offsets: torch.Tensor,
     gains: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    together: int | None = None,
 ) -> torch.Tensor:
     """Rotates query [T, heads * dim] and key [T, kv_heads * dim], stores key and value in the pool.
 
     Args:
         query, key, value: rows of one head after the other; any stride over tokens.
-        cos, sin: [T, dim], both halves alike.
         gains: weights [dim] of the RMSNorm of each head of q and k, and its epsilon, where there is one.
+        together: tokens of a program; by default what is fastest for so many.
 
     Returns the rotated query [T, heads, dim]. A token whose slot block is negative is not stored.
     """
@@ -96,21 +113,25 @@ def rotate_write(
     _, kv_heads, block_size, dim = cache.key.shape
     heads = query.shape[1] // dim
     out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
+    cos, sin, positions = angles
     query_gain, key_gain, eps = gains if gains is not None else (cos, cos, 0.0)
-    kernels.rotate_write_kernel[(tokens, heads + 2 * kv_heads)](
-        query, key, value, cos, sin, query_gain, key_gain, out, cache.key, cache.value, slot_blocks, slot_offsets,
-        query.stride(0), key.stride(0), value.stride(0), cos.stride(0), out.stride(0),
+    # More programs than the GPU runs at once only begin and end: 8,192 tokens of 18 heads of 64 took 120 us one by one.
+    if together is None:
+        together = 1 if tokens <= 64 else 4 if tokens <= 512 else 32
+    kernels.rotate_write_kernel[(-(-tokens // together), heads + 2 * kv_heads)](
+        query, key, value, cos, sin, slot_blocks if positions is None else positions, query_gain, key_gain, out,
+        cache.key, cache.value, slot_blocks, slot_offsets, tokens, query.stride(0), key.stride(0), value.stride(0), cos.stride(0), out.stride(0),
         cache.key.stride(0), cache.value.stride(0), eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=power_of_two(dim // 2), BLOCK_SIZE=block_size,
-        NORM=gains is not None, num_warps=1,
+        TOKENS=together, TABLE=positions is not None, NORM=gains is not None, num_warps=4 if together > 4 else 1,
         **pdl(query.device),
     )  # fmt: skip
     return out
 
 
-def rotary(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [T, dim] of a step's positions, as `attend` takes them."""
-    return cos, sin
+def rotary(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None = None) -> Angles:
+    """cos and sin [T, dim] of a step's positions, or [positions, dim] of all, as `attend` takes them."""
+    return Angles(cos, sin, positions)
 
 
 def attend(
@@ -120,12 +141,14 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    angles: tuple[torch.Tensor, torch.Tensor],
+    angles: Angles,
     gains: tuple[torch.Tensor, torch.Tensor, float] | None,
+    together: int | None = None,
 ) -> torch.Tensor:
     """Attention of query, key and value [T, heads * dim] that are not rotated yet; returns [T, heads * dim]."""
     cache = session.layers[layer]
-    rotated = rotate_write(query, key, value, *angles, cache, session.slot_blocks, session.slot_offsets, gains)
+    slots = session.slot_blocks, session.slot_offsets
+    rotated = rotate_write(query, key, value, angles, cache, *slots, gains, together)
     heads = (len(key), cache.key.shape[1], -1)
     # The backend reads K and V from the pool; what it is given beside is not looked at.
     mixed = session.running_backend.attend(cache, spec, rotated, key.view(heads), value.view(heads))
@@ -135,17 +158,19 @@ def attend(
 def products(x: torch.Tensor, linears: tuple[Linear, Linear, Linear]) -> tuple[torch.Tensor, ...]:
     """x [T, size] times each of three weights; [T, width_i] each (for few rows: parts of one tensor)."""
     rows, size = x.shape
-    if not few_rows(x):
+    few = few_rows(x)
+    if not few and not (x.dtype in _HALF and size <= _WIDE and rows <= _FEW_ROWS_TOGETHER):
         return tuple(F.linear(x, linear.weight, linear.bias) for linear in linears)
     widths = [linear.weight.shape[0] for linear in linears]
     out = torch.empty(rows, sum(widths), dtype=x.dtype, device=x.device)
-    tile = 16 if size <= _WIDE else 32
+    together = power_of_two(rows, 16) if few else _ROWS_TOGETHER
+    tile = 16 if few and size <= _WIDE else 32
     tiles = [-(-width // tile) for width in widths]
     bias = all(linear.bias is not None for linear in linears)
-    kernels.products_kernel[(sum(tiles),)](
+    kernels.products_kernel[(sum(tiles), -(-rows // together))](
         x, *(linear.weight for linear in linears), *(linear.bias if bias else x for linear in linears), out,
         rows, size, *widths, tiles[0], tiles[1],
-        BIAS=bias, ROWS=power_of_two(rows, 16), TILE=tile, DEPTH=128, num_warps=4, num_stages=4,
+        BIAS=bias, ROWS=together, TILE=tile, DEPTH=128, num_warps=4, num_stages=4,
         **pdl(x.device),
     )  # fmt: skip
     return out.split(widths, dim=1)
@@ -173,11 +198,14 @@ def gated(x: torch.Tensor, gate: Linear, up: Linear) -> torch.Tensor:
             **pdl(x.device),
         )  # fmt: skip
         return out
-    first, second = F.linear(x, gate.weight), F.linear(x, up.weight)
-    out = torch.empty_like(first)
+    return silu_product(F.linear(x, gate.weight), F.linear(x, up.weight))
+
+
+def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, both contiguous and of the same shape."""
+    out = torch.empty_like(gate)
     block = 1024
     kernels.silu_product_kernel[(-(-out.numel() // block),)](
-        first, second, out, out.numel(), BLOCK=block, num_warps=4,
-        **pdl(x.device),
-    )  # fmt: skip
+        gate, up, out, out.numel(), BLOCK=block, num_warps=4, **pdl(gate.device)
+    )
     return out

@@ -128,14 +128,14 @@ class FusedDecoder:
         self._layers = layers
         self._session = session
         self._ops = ops
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
         """input_ids, position_ids int64 [1, T] → hidden states [1, T, size]. Other arguments are those of a call
         without cache and mask, and change nothing."""
         model, session, ops = self._model, self._session, self._ops
         x = model.embed_tokens(input_ids)
-        cos, sin = model.rotary_emb(x, position_ids)
-        angles = ops.rotary(cos[0], sin[0])
+        angles = self._angles(x, position_ids)
         x = x[0]
         residual: torch.Tensor | None = None
         for layer in self._layers:
@@ -153,6 +153,18 @@ class FusedDecoder:
             x = ops.product(ops.gated(x, _linear(mlp.gate_proj), _linear(mlp.up_proj)), _linear(mlp.down_proj))
         x, _ = ops.add_norm(x, residual, model.norm.weight, model.norm.variance_epsilon)
         return BaseModelOutputWithPast(last_hidden_state=x[None])
+
+    def _angles(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        """The rotary embedding's angles as `ops.attend` takes them: of these positions, or, for a graph that will be
+        replayed at others, a table of all that may come (the embedding's own launches are as many as a layer's)."""
+        positions = self._session.positions
+        if positions is None:
+            cos, sin = self._model.rotary_emb(x, position_ids)
+            return self._ops.rotary(cos[0], sin[0])
+        if positions not in self._tables:
+            cos, sin = self._model.rotary_emb(x, torch.arange(positions, device=x.device)[None])
+            self._tables[positions] = (cos[0], sin[0])
+        return self._ops.rotary(*self._tables[positions], position_ids[0])
 
 
 def _linear(module: nn.Linear) -> Linear:

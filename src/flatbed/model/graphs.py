@@ -24,7 +24,8 @@ from flatbed.attention.base import AttentionBackend, AttentionSpec, Availability
 from flatbed.attention.triton import DecodePlan, decode_attention, write_kv
 from flatbed.memory.capacity import power_of_two
 from flatbed.model.interface import Session
-from flatbed.sampling.device import draw
+from flatbed.sampling.device import Redraw, draw
+from flatbed.sampling.sampler import UNPROCESSED
 
 _FIELDS = ("rows", "positions", "lengths", "slot_blocks", "slot_offsets", "temperature", "uniform")
 
@@ -40,7 +41,7 @@ def bucket_of(rows: int) -> int:
     return -(-rows // step) * step
 
 
-class _StaticDecode(AttentionBackend):
+class StaticDecode(AttentionBackend):
     """Decode attention over a graph's static tensors."""
 
     name: ClassVar[str] = "triton-graph"
@@ -51,15 +52,15 @@ class _StaticDecode(AttentionBackend):
         self._views = views
         self._tables = tables
         self._plans: dict[tuple[Any, ...], DecodePlan] = {}
-        self._updated: set[tuple[Any, ...]] = set()
 
     @classmethod
     def availability(cls, device: torch.device) -> Availability:
         return Availability(device.type == "cuda", "part of the Triton backend")
 
     def restart(self) -> None:
-        """A new pass over the layers begins: each kind of layer divides its work anew in its first layer."""
-        self._updated.clear()
+        """A new step begins: the work of each kind of layer that is known is divided anew."""
+        for plan in self._plans.values():
+            plan.update(self._views["lengths"])
 
     def begin(self, batch: Batch, block_size: int) -> None:
         raise RuntimeError("a graph's batch lies in its static tensors")
@@ -75,13 +76,16 @@ class _StaticDecode(AttentionBackend):
         kind = (heads, kv_heads, key_dim, value_dim, spec.window)
         if kind not in self._plans:
             self._plans[kind] = DecodePlan(
-                rows, heads, kv_heads, key_dim, value_dim, cache.key.dtype, query.device, window=spec.window
-            )
-        plan = self._plans[kind]
-        if kind not in self._updated:
-            plan.update(self._views["lengths"])
-            self._updated.add(kind)
-        return decode_attention(query, cache, spec, self._tables, plan)
+                rows, heads, kv_heads, key_dim, value_dim, cache.key.dtype, query.device,
+                window=spec.window, early=True,
+            )  # fmt: skip
+            # Made in a first pass that compiles kernels and that nobody reads the results of; a capture finds it.
+            self._plans[kind].update(self._views["lengths"])
+        return decode_attention(query, cache, spec, self._tables, self._plans[kind])
+
+
+# Makes a graph's backend over its static tensors: the fields by name, and the tables.
+MakeBackend = Callable[[dict[str, torch.Tensor], torch.Tensor], StaticDecode]
 
 
 @dataclass
@@ -107,6 +111,7 @@ class DecodeGraph:
     Attributes:
         logits: [bucket, vocabulary] of the last replay.
         out: int32 [bucket, 4] of the last replay (see `sampling.device.draw`).
+        processing: what follows a replay where a row asks for more than a temperature; None until one did.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class DecodeGraph:
         layers: tuple[LayerCache, ...],
         last_tokens: torch.Tensor,
         block_size: int,
+        make_backend: MakeBackend,
     ) -> None:
         self.bucket, self.width = bucket, width
         self._block_size = block_size
@@ -128,17 +134,19 @@ class DecodeGraph:
         views = {name: self._inputs[i * bucket : (i + 1) * bucket] for i, name in enumerate(_FIELDS)}
         views["temperature"] = views["temperature"].view(torch.float32)
         views["uniform"] = views["uniform"].view(torch.float32)
-        backend = _StaticDecode(views, self._inputs[count:].view(bucket, width))
+        backend = make_backend(views, self._inputs[count:].view(bucket, width))
         every = torch.arange(bucket, device=device)
         self.fill(StepRows(*(np.zeros(0, np.int32),) * 2, np.zeros((0, 1), np.int32), *(np.zeros(0, np.float32),) * 2))
 
         def step() -> tuple[torch.Tensor, torch.Tensor]:
             backend.restart()
-            session.begin(backend, layers, views["slot_blocks"], views["slot_offsets"])
+            session.begin(backend, layers, views["slot_blocks"], views["slot_offsets"], positions=width * block_size)
             ids = last_tokens[views["rows"].long()]
             logits = forward(ids[None], views["positions"].long()[None], every)
             return logits, draw(logits, views["temperature"], views["uniform"], views["rows"], last_tokens)
 
+        self.processing: ProcessingGraph | None = None
+        self._views, self._last_tokens = views, last_tokens
         self._step = step
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -152,6 +160,16 @@ class DecodeGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=self._stream):
             self.logits, self.out = self._step()
+
+    def redraw(self, processing: torch.Tensor, seen: torch.Tensor | None) -> None:
+        """Draws rows of the last replay anew (see `Redraw`)."""
+        views = self._views
+        inputs = (self.logits, views["temperature"], views["uniform"], views["rows"], self._last_tokens)
+        Redraw(*inputs, processing, seen)(self.out)
+
+    def capture_processing(self, seen: torch.Tensor | None, pool: Any) -> None:
+        """Records `redraw` as `processing`."""
+        self.processing = ProcessingGraph(self, seen, pool, self._stream)
 
     def run_eagerly(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The step as it was last filled, launch by launch instead of as a graph: logits and `out`."""
@@ -185,10 +203,52 @@ class DecodeGraph:
         self._graph.replay()
 
 
+class ProcessingGraph:
+    """Draws those rows of a decode graph anew that ask for a penalty, top-k, top-p or min-p; to be replayed after it.
+
+    A graph of its own: steps without such rows pay nothing for it, and the forward need not be captured once more.
+
+    Attributes:
+        seen: what it was captured over (see `SeenTokens`).
+    """
+
+    def __init__(self, decode: DecodeGraph, seen: torch.Tensor | None, pool: Any, stream: torch.cuda.Stream) -> None:
+        self.seen = seen
+        self._inputs = torch.empty(decode.bucket, len(UNPROCESSED), dtype=torch.int32, device=decode.out.device)
+        self._fill(np.empty((0, len(UNPROCESSED)), np.int32))
+        decode.redraw(self._inputs, seen)  # compiles the kernels; no row asks for anything yet
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            decode.redraw(self._inputs, seen)
+
+    def _fill(self, processing: NDArray[np.int32]) -> None:
+        staged = torch.empty(self._inputs.shape, dtype=torch.int32, pin_memory=True)
+        wishes = staged.numpy()
+        wishes[: len(processing)] = processing
+        wishes[len(processing) :] = UNPROCESSED
+        self._inputs.copy_(staged, non_blocking=True)
+
+    def replay(self, processing: NDArray[np.int32]) -> None:
+        """Draws anew; `processing` int32 [n, 4] of the n rows of the last replay (see `Redraw`)."""
+        self._fill(processing)
+        self._graph.replay()
+
+
+def _pool_bytes(pool: Any) -> int:
+    """Memory of a graph pool, which nothing but its graphs can use; what a first run leaves in the cache, all can."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
+
+
 class DecodeGraphs:
-    """The graphs of one engine: captured when first needed, dropped when what they were captured over has changed."""
+    """The graphs of one engine: captured when first needed, dropped when what they were captured over has changed.
+
+    Attributes:
+        make_backend: for the graphs that are captured from now on.
+    """
 
     def __init__(self, forward: Forward, session: Session, last_tokens: torch.Tensor, block_size: int) -> None:
+        self.make_backend: MakeBackend = StaticDecode
         self._forward = forward
         self._session = session
         self._last_tokens = last_tokens
@@ -217,8 +277,9 @@ class DecodeGraphs:
         if key not in self._graphs:
             if self._memory_pool is None:
                 self._memory_pool = torch.cuda.graph_pool_handle()
-            before = torch.cuda.memory_reserved(self._last_tokens.device)
-            graph = DecodeGraph(*key, self._forward, self._session, layers, self._last_tokens, self._block_size)
+            graph = DecodeGraph(
+                *key, self._forward, self._session, layers, self._last_tokens, self._block_size, self.make_backend
+            )
             try:
                 graph.capture(self._memory_pool)
             except RuntimeError as error:
@@ -226,8 +287,16 @@ class DecodeGraphs:
                 self.refused = str(error)
                 return None
             self._graphs[key] = graph
-            self.memory_bytes += max(0, torch.cuda.memory_reserved(self._last_tokens.device) - before)
+            self.memory_bytes = _pool_bytes(self._memory_pool)
         return self._graphs[key]
+
+    def processing(self, graph: DecodeGraph, seen: torch.Tensor | None) -> ProcessingGraph:
+        """What follows `graph` in a step with rows that ask for more than a temperature, over these seen tokens."""
+        if graph.processing is None or graph.processing.seen is not seen:
+            graph.capture_processing(seen, self._memory_pool)
+            self.memory_bytes = _pool_bytes(self._memory_pool)
+        assert graph.processing is not None
+        return graph.processing
 
     def drop(self) -> None:
         """Forgets all graphs."""

@@ -6,7 +6,8 @@ is and which session it belongs to. Nothing travels through the model's keyword 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ class Session:
         self.backend: AttentionBackend | None = None
         self.layers: tuple[LayerCache, ...] = ()
         self.slot_blocks = self.slot_offsets = torch.empty(0)
+        self.positions: int | None = None
         self.probed: list[LayerCall] | None = None
 
     def begin(
@@ -66,10 +68,15 @@ class Session:
         layers: tuple[LayerCache, ...],
         slot_blocks: torch.Tensor,
         slot_offsets: torch.Tensor,
+        positions: int | None = None,
     ) -> None:
-        """Sets what the layers of one forward pass use."""
+        """Sets what the layers of one forward pass use.
+
+        With `positions` the same pass will be run many times, at positions below that: what depends on a position alone
+        is worth a table.
+        """
         self.backend, self.layers = backend, layers
-        self.slot_blocks, self.slot_offsets = slot_blocks, slot_offsets
+        self.slot_blocks, self.slot_offsets, self.positions = slot_blocks, slot_offsets, positions
 
     def attend(
         self, layer: int, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -103,6 +110,9 @@ def attention(
     """Transformers' attention signature: query [1, heads, T, key_dim], key and value [1, kv_heads, T, dim]; returns
     [1, T, heads, value_dim]."""
     slot: Slot | None = getattr(module, _SLOT, None)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as torch's own attention does; rotary embeddings may have left float32
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     spec = AttentionSpec(
         scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window,
@@ -165,6 +175,18 @@ def probe(shadow: nn.Module, forward: Callable[[], object]) -> tuple[Session, li
         call.module.__dict__[_SLOT] = Slot(layer, session)
     session.probed = None
     return session, calls
+
+
+@contextmanager
+def without_attention() -> Iterator[None]:
+    """Attention of a shadow that has not been probed yet only looks, and gives each token its own value."""
+    session = Session()
+    session.probed = []
+    token = _probing.set(session)
+    try:
+        yield
+    finally:
+        _probing.reset(token)
 
 
 def slot_of(module: nn.Module) -> int | None:

@@ -6,7 +6,9 @@ What is fixed when it is made: the shadow, and the shape of every attention laye
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,14 +20,17 @@ from flatbed.attention.base import AttentionBackend
 from flatbed.errors import UnsupportedModelError
 from flatbed.memory.capacity import LayerShape
 from flatbed.memory.pool import LayerCache, Pool
+from flatbed.memory.transfer import upload
 from flatbed.model import cpu_ops
-from flatbed.model.buffers import step_inputs, upload
+from flatbed.model.buffers import step_inputs
+from flatbed.model.deterministic.check import check_rows
+from flatbed.model.deterministic.operators import BatchInvariant
 from flatbed.model.fused_decoder import fuse_decoder
 from flatbed.model.fusions import fuse, onednn_works
-from flatbed.model.interface import NAME, probe
+from flatbed.model.interface import NAME, probe, without_attention
 from flatbed.model.shadow import make_shadow, unwrap, without_hooks
 from flatbed.model.weights import Identity
-from flatbed.scheduling.plan import BatchPlan
+from flatbed.scheduling.plan import BatchPlan, Ints
 
 # Layer kinds of `config.layer_types` whose state is K/V alone.
 _KV_LAYERS = {"full_attention", "sliding_attention"}
@@ -43,15 +48,19 @@ class ModelRunner:
         max_positions: the most tokens a sequence may have, or None where the model sets no limit.
     """
 
-    def __init__(self, model: nn.Module, max_rows: int) -> None:
+    def __init__(self, model: nn.Module, max_rows: int, *, deterministic: bool = False) -> None:
         self.model: Any = unwrap(model)
-        _refuse_unsupported(self.model)
+        check_architecture(self.model)
+        _check_weights(self.model)
         self.device = next(self.model.parameters()).device
+        self._precision = _autocast(self.device.type)
         self.identity = Identity(self.model)
         self.shadow: nn.Module
         self.layers: tuple[LayerShape, ...] = ()
         self._pool: Pool | None = None
         self._backend: AttentionBackend | None = None
+        self._invariant = BatchInvariant() if deterministic else None
+        self._checked: set[tuple[torch.device, torch.dtype]] = set()
         self.make_shadow()
         # The token each row computes next; written by the sampler of one step, read by the next step. The last one
         # belongs to no sequence: rows of a graph that have nothing to do use it.
@@ -63,10 +72,12 @@ class ModelRunner:
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         try:
             self.shadow = make_shadow(self.model, NAME)
-            self.fusions = fuse(self.shadow)
-            parameters = inspect.signature(self.shadow.forward).parameters
+            self.fusions = {} if self._invariant is not None else fuse(self.shadow)
+            parameters = inspect.signature(_inside_peft(self.shadow).forward).parameters
             self._selects_logits = "logits_to_keep" in parameters
             with torch.inference_mode(), without_hooks(self.shadow):
+                if self._invariant is not None:
+                    self._check_rows(self._invariant)
                 self._session, calls = probe(self.shadow, lambda: self._call(one, one, one[0]))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot be run by Flatbed: {error}") from error
@@ -80,19 +91,29 @@ class ModelRunner:
             raise UnsupportedModelError("the model's attention layers changed; build a new engine")
         self.layers = layers
         self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
-        windows = [call.spec.window for call in calls]
-        self.max_positions = _max_positions(_text_config(self.model), windows)
+        self._calls = calls
+        self.max_positions = _max_positions(_text_config(self.model), self.windows)
         self.kv_dtype = calls[0].dtype
         if any(call.dtype != self.kv_dtype for call in calls):
             raise UnsupportedModelError(f"{type(self.model).__name__} has keys of several dtypes")
-        self._calls = calls
         if self._pool is not None and self._backend is not None:
             self.bind(self._pool, self._backend)
+
+    def _check_rows(self, invariant: BatchInvariant) -> None:
+        """Looks, once for each kind of weights, whether this model's rows depend on each other."""
+        invariant.follow(self.shadow)
+        kind = (self.device, next(self.model.parameters()).dtype)
+        if kind not in self._checked:
+            with without_attention():
+                check_rows(self._call, self.model.get_input_embeddings().weight.shape[0], self.device)
+            self._checked.add(kind)
 
     def bind(self, pool: Pool, backend: AttentionBackend) -> None:
         """Attends over this pool from now on."""
         self._pool, self._backend = pool, backend
-        ops = _operations(backend, next(self.model.parameters()))
+        ops = _operations(
+            backend, next(self.model.parameters()), self.kv_dtype, deterministic=self._invariant is not None
+        )
         if ops is not None:
             self.fusions["decoder-layer"] = fuse_decoder(self.shadow, self._session, self._calls, ops)
 
@@ -100,6 +121,11 @@ class ModelRunner:
         """Lets go of the pool."""
         self._pool = self._backend = self._session.backend = None
         self._session.layers = ()
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each attention layer, in order; None where a layer sees all."""
+        return tuple(call.spec.window for call in self._calls)
 
     @property
     def block_size(self) -> int:
@@ -117,7 +143,12 @@ class ModelRunner:
         """Decode graphs of this shadow over the pool; none is captured yet."""
         from flatbed.model.graphs import DecodeGraphs
 
-        return DecodeGraphs(self._call, self._session, self.last_tokens, self.block_size)
+        graphs = DecodeGraphs(self._call, self._session, self.last_tokens, self.block_size)
+        if self._invariant is not None:
+            from flatbed.model.deterministic.graphs import InvariantStaticDecode
+
+            graphs.make_backend = InvariantStaticDecode
+        return graphs
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
         """A copy of `values` on the device that the CPU does not wait for."""
@@ -136,22 +167,41 @@ class ModelRunner:
             self._backend.begin(inputs.batch, self._pool.layout.block_size)
             return self._call(inputs.input_ids, inputs.position_ids, inputs.logits_at)
 
-    def feed(self, plan: BatchPlan, tokens: torch.Tensor) -> None:
-        """Gives the sampled tokens [samples] to the rows they were sampled for."""
-        rows, _ = plan.sampled_rows()
+    def feed(self, rows: Ints, tokens: torch.Tensor) -> None:
+        """Gives sampled tokens int64 [n] to the rows they were sampled for."""
         self.last_tokens[self.upload(rows.astype(np.int64))] = tokens
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor) -> torch.Tensor:
         kwargs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        if self._selects_logits:
-            if len(logits_at) == 0:  # prefill in the middle of prompts: no logits are needed, but the model makes some
-                return self.shadow(**kwargs, logits_to_keep=1).logits[0, :0]
-            return self.shadow(**kwargs, logits_to_keep=logits_at).logits[0]
-        return self.shadow(**kwargs).logits[0, logits_at]
+        with self._precision(), self._invariant or contextlib.nullcontext():
+            if self._selects_logits:
+                if len(logits_at) == 0:  # the middle of prompts: no logits are needed, but the model makes some
+                    return self.shadow(**kwargs, logits_to_keep=1).logits[0, :0]
+                return self.shadow(**kwargs, logits_to_keep=logits_at).logits[0]
+            return self.shadow(**kwargs).logits[0, logits_at]
 
 
-def _operations(backend: AttentionBackend, parameter: torch.Tensor) -> ModuleType | None:
-    """The fused operations for a model with such parameters, or None where there are none."""
+def _autocast(kind: str) -> Callable[[], torch.autocast]:
+    """Makes contexts with the mixed precision that is on now, or off: a model runs as it does where its engine is made.
+
+    Without autocast's cache of cast weights: in the replay of a CUDA graph they would be those of its capture.
+    """
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _operations(
+    backend: AttentionBackend, parameter: torch.Tensor, kv_dtype: torch.dtype, *, deterministic: bool
+) -> ModuleType | None:
+    """The fused operations for a model with such parameters and keys, or None where there are none."""
+    if parameter.dtype != kv_dtype:  # mixed precision: every product casts for itself
+        return None
+    if deterministic:
+        if not backend.reads_pool:
+            return None
+        from flatbed.model.deterministic import decoder_ops
+
+        return decoder_ops
     if backend.reads_pool:
         from flatbed.model import cuda_ops
 
@@ -161,19 +211,21 @@ def _operations(backend: AttentionBackend, parameter: torch.Tensor) -> ModuleTyp
     return None
 
 
-def _refuse_unsupported(model: Any) -> None:
-    name = type(model).__name__
+def check_architecture(model: Any) -> None:
+    """Raises UnsupportedModelError when no model of this class and config can be run; looks at no weights."""
     config = getattr(model, "config", None)
 
     def refuse(reason: str) -> None:
-        raise UnsupportedModelError(f"{name} cannot be run by Flatbed: {reason}")
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be run by Flatbed: {reason}")
 
     if config is None or not hasattr(model, "get_input_embeddings") or not hasattr(model, "generate"):
         refuse("it is not a Transformers model that can generate")
     text = _text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder; Flatbed runs decoders")
-    inner = getattr(model, "get_base_model", lambda: model)()
+    inner = _inside_peft(model)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        refuse("its PEFT adapter puts virtual tokens before the prompt; Flatbed runs adapters inside of layers (LoRA)")
     if getattr(inner, "_is_stateful", False):
         refuse("it keeps a recurrent state; Flatbed keeps K/V")
     if not getattr(inner, "_supports_attention_backend", False):
@@ -185,11 +237,28 @@ def _refuse_unsupported(model: Any) -> None:
         refuse("its layers share K/V with each other")
     if getattr(text, "use_bidirectional_attention", None):
         refuse("it attends in both directions")
-    devices = {p.device for p in model.parameters()}
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Raises UnsupportedModelError when the weights are not where they can be run."""
+    name, devices = type(model).__name__, {p.device for p in model.parameters()}
     if len(devices) != 1:
-        refuse(f"its parameters are on several devices ({', '.join(sorted(map(str, devices)))})")
+        told = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModelError(f"{name} cannot be run by Flatbed: its parameters are on several devices ({told})")
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):  # a DTensor
+        raise UnsupportedModelError(
+            f"{name} cannot be run by Flatbed: its weights lie in pieces on several processes; gather them first "
+            "(FSDP: unshard), tensor parallelism cannot be"
+        )
     if next(iter(devices)).type == "meta":
-        refuse("its weights are not loaded (they are on the meta device)")
+        raise UnsupportedModelError(
+            f"{name} cannot be run by Flatbed: its weights are not loaded (they are on the meta device)"
+        )
+
+
+def _inside_peft(model: Any) -> Any:
+    """The Transformers model in a PEFT model, which hands keywords through to it; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _text_config(model: Any) -> Any:
@@ -197,7 +266,7 @@ def _text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _max_positions(config: Any, windows: list[int | None]) -> int | None:
+def _max_positions(config: Any, windows: Sequence[int | None]) -> int | None:
     """The most tokens of one sequence of a model whose attention layers are given these `windows`.
 
     Where a sliding window is only in the mask that the model makes (PhiMoE, Moshi), attention cannot know of it: up to

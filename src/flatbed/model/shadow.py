@@ -30,18 +30,26 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from flatbed.errors import UnsupportedModelError
+from flatbed.model.forwards import taken_over
 
 # Rotary embeddings of these kinds write to their own buffers in the forward pass.
 _SELF_CHANGING_ROPE = ("dynamic", "longrope")
 # What a module calls around its forward.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Hooks out of these packages gather sharded weights (ZeRO-3, FSDP). An engine runs while they are gathered already, and
+# not in step with other processes, so that its forward must not ask them for anything.
+_GATHERING = ("deepspeed.", "torch.distributed.fsdp.")
+# Names under which wrappers hold what they wrap: torch.compile, FSDP, activation checkpointing.
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, if there is one."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        model = inner
-    return model
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside wrappers that run it in a way of their own: compiled, sharded, or checkpointing activations."""
+    while True:
+        inner = next((inner for name in _WRAPPED if (inner := module._modules.get(name)) is not None), None)
+        if inner is None:
+            return module
+        module = inner
 
 
 def make_shadow(model: nn.Module, attention: str) -> nn.Module:
@@ -55,16 +63,20 @@ def make_shadow(model: nn.Module, attention: str) -> nn.Module:
     """
     configs: dict[int, Any] = {}
     twins: dict[int, nn.Module] = {}
-    for original in model.modules():
-        twins[id(original)] = original.__class__.__new__(original.__class__)
-    for original in model.modules():
+    originals = [module for module in model.modules() if unwrap(module) is module]
+    for original in originals:
+        twins[id(original)] = object.__new__(original.__class__)  # FSDP's classes have a __new__ that makes another
+    for original in originals:
         twin = twins[id(original)]
         state = {name: _follow(value, twins, configs, original) for name, value in vars(original).items()}
         state["_parameters"] = original._parameters
         state["_buffers"] = original._buffers
         state["_modules"] = {
-            name: None if child is None else twins[id(child)] for name, child in original._modules.items()
+            name: None if child is None else twins[id(unwrap(child))] for name, child in original._modules.items()
         }
+        for name in _HOOKS:
+            if any(map(_gathers, state[name].values())):
+                state[name] = OrderedDict((key, hook) for key, hook in state[name].items() if not _gathers(hook))
         state["training"] = False
         twin.__dict__.update(state)
         if _changes_its_buffers(original):
@@ -91,14 +103,18 @@ def without_hooks(shadow: nn.Module) -> Iterator[None]:
             module.__dict__[name] = hooks
 
 
+def _gathers(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(_GATHERING)
+
+
 def _follow(value: Any, twins: dict[int, nn.Module], configs: dict[int, Any], owner: nn.Module) -> Any:
     """`value` with references to the original's modules and configs replaced by those of the shadow."""
     if isinstance(value, nn.Module):
-        return twins.get(id(value), value)
+        return twins.get(id(unwrap(value)), value)
     if isinstance(value, PreTrainedConfig):
         return copy.deepcopy(value, configs)
-    if isinstance(value, types.MethodType) and id(value.__self__) in twins:
-        return types.MethodType(value.__func__, twins[id(value.__self__)])
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return taken_over(value, lambda module: twins.get(id(unwrap(module)), module))
     if isinstance(value, functools.partial) and any(id(a) in twins for a in value.args):
         if getattr(owner, "_hf_hook", None) is not None:
             raise UnsupportedModelError(

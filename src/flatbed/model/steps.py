@@ -11,16 +11,25 @@ A launched plan is a `Flight`; its results are read later, in order.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flatbed.errors import FlatbedWarning
+from flatbed.memory.transfer import upload_together
 from flatbed.model.runner import ModelRunner
-from flatbed.sampling.sampler import Sampled, Sampler
+from flatbed.sampling.sampler import DeviceParameters, Part, Sampled, Sampler
 from flatbed.scheduling.plan import BatchPlan
+
+if TYPE_CHECKING:
+    from flatbed.model.graphs import DecodeGraph
 
 
 @dataclass
@@ -44,7 +53,7 @@ class Flight(ABC):
 
     Attributes:
         plan: what was launched.
-        needs_history: the next step needs this one's tokens on the CPU first (penalties, Transformers' processors).
+        needs_history: the next step needs this one's tokens on the CPU first (Transformers' processors).
     """
 
     plan: BatchPlan
@@ -68,8 +77,8 @@ class Steps(ABC):
     def launch(self, plan: BatchPlan) -> Flight:
         """Starts a step. May raise whatever the model's forward raises."""
 
-    def reset(self) -> None:  # noqa: B027  (most have nothing to drop)
-        """The shadow is another: drops what was made for the former."""
+    def reset(self, *, capture: bool = True) -> None:  # noqa: B027  (most have nothing to drop)
+        """The shadow is another: drops what was made for the former. Unless `capture`, no graphs are made any more."""
 
     @property
     def graph_bytes(self) -> int:
@@ -80,9 +89,10 @@ class Steps(ABC):
 class _Landed(Flight):
     """A flight whose results are tensors that are done, or will be in stream order."""
 
-    def __init__(self, plan: BatchPlan, sampled: Sampled, needs_history: bool) -> None:
+    needs_history = True
+
+    def __init__(self, plan: BatchPlan, sampled: Sampled) -> None:
         self.plan = plan
-        self.needs_history = needs_history
         self._sampled = sampled
 
     def results(self) -> Results:
@@ -108,16 +118,16 @@ class EagerSteps(Steps):
     def launch(self, plan: BatchPlan) -> Flight:
         with torch.inference_mode():
             sampled = self._sampler.sample(plan, self._runner.forward(plan).float())
-            self._runner.feed(plan, sampled.tokens)
-        return _Landed(plan, sampled, True)
+            self._runner.feed(plan.sampled_rows()[0], sampled.tokens)
+        return _Landed(plan, sampled)
 
 
 class _InTheAir(Flight):
-    """A flight whose results are on their way into pinned memory."""
+    """A flight whose results are on their way into pinned memory. `out`: see `sampling.device.draw`."""
 
-    def __init__(self, plan: BatchPlan, out: torch.Tensor, wanted: bool) -> None:
+    def __init__(self, plan: BatchPlan, out: torch.Tensor, wanted: bool, needs_history: bool) -> None:
         self.plan = plan
-        self.needs_history = False
+        self.needs_history = needs_history
         self._wanted = wanted
         self._host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         self._host.copy_(out, non_blocking=True)
@@ -137,67 +147,133 @@ class _InTheAir(Flight):
         )
 
 
+_MOVING = (
+    "the model's weights are at other addresses in every call (gathered anew for each, as ZeRO-3 and FSDP do): decode "
+    "steps run without CUDA graphs from now on"
+)
+
+
 class DeviceSteps(Steps):
-    """Decode steps as CUDA graphs, prefill steps launch by launch; the CPU runs ahead and reads results behind."""
+    """Decode steps as CUDA graphs, prefill steps launch by launch; the CPU runs ahead and reads results behind.
+
+    Attributes:
+        processes: whether rows with a penalty, top-k, top-p or min-p are drawn by our kernels, in a graph, and not by
+            the torch sampler behind it. Off: six of the 26 tests in tests/gpu/test_sampling_gpu.py failed in the one
+            whole run that an early version of this had on a GPU, and what they said was lost.
+    """
 
     depth = 2
+    processes = False
 
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner = runner
         self._sampler = sampler
         self._graphs = runner.decode_graphs()
+        self._told = False
 
-    def reset(self) -> None:
+    def reset(self, *, capture: bool = True) -> None:
         self._graphs = self._runner.decode_graphs()
+        if capture:
+            return
+        self._graphs.refused = _MOVING
+        if not self._told:
+            self._told = True
+            warnings.warn(_MOVING, FlatbedWarning, stacklevel=2)
 
     @property
     def graph_bytes(self) -> int:
         return self._graphs.memory_bytes
 
     def launch(self, plan: BatchPlan) -> Flight:
-        from flatbed.model.graphs import StepRows
-        from flatbed.sampling.device import draw
-
         rows, positions = plan.sampled_rows()
         parameters = self._sampler.device_parameters(rows, positions)
-        with torch.inference_mode():
+        if not self.processes:
+            parameters = parameters.by_the_torch_sampler()
+        with torch.inference_mode(), self._undoing(parameters):
             graph = None
             if not plan.chunks:
                 width = -(-int(positions.max() + 1) // self._runner.block_size)
                 graph = self._graphs.get(len(rows), width, self._runner.pool_layers)
             if graph is not None:
-                graph.replay(
-                    StepRows(rows, positions, plan.tables[rows, :width], parameters.temperature, parameters.uniform)
-                )
-                logits, out = graph.logits[: len(rows)], graph.out[: len(rows)]
+                out = self._replay(plan, graph, plan.tables[rows, :width], parameters)
             else:
-                logits = self._runner.forward(plan)
-                if len(rows) == 0:  # the middle of prompts: nothing is sampled
-                    return _Landed(plan, self._sampler.sample(plan, logits), False)
-                floats = np.stack([parameters.temperature, parameters.uniform]).view(np.int32)
-                sent = self._runner.upload(np.concatenate([floats, rows[None].astype(np.int32)]))
-                temperature, uniform = sent[:2].view(torch.float32)
-                out = draw(logits, temperature, uniform, sent[2], self._runner.last_tokens)
-            if parameters.simple.all():
-                return _InTheAir(plan, out, parameters.wanted)
-            sampled = self._sampler.sample(plan, logits.float())
-            sampled = merge(sampled, out, self._runner.upload(parameters.simple))
-            self._runner.feed(plan, sampled.tokens)
-            return _Landed(plan, sampled, parameters.needs_history)
+                out = self._run(plan, parameters)
+            return _InTheAir(plan, out, parameters.wanted, len(parameters.special) > 0)
 
+    @contextlib.contextmanager
+    def _undoing(self, parameters: DeviceParameters) -> Iterator[None]:
+        """A step that fails for lack of memory is launched again. The torch sampler, which needs some, comes when the
+        step's tokens have been written where it took its inputs from."""
+        last = self._runner.last_tokens
+        before = last.clone() if len(parameters.special) else None
+        try:
+            yield
+        except Exception:
+            if before is not None:
+                last.copy_(before)
+            raise
 
-def merge(sampled: Sampled, out: torch.Tensor, simple: torch.Tensor) -> Sampled:
-    """What `draw` made (int32 [n, 4]) of the rows that are `simple` [n], and the torch sampler's results of the others.
+    def _replay(
+        self, plan: BatchPlan, graph: DecodeGraph, tables: NDArray[np.int32], parameters: DeviceParameters
+    ) -> torch.Tensor:
+        """A step as a graph; returns what `sampling.device.draw` does."""
+        from flatbed.model.graphs import StepRows
 
-    So how a row is sampled depends on that row alone: the two round differently, and a neighbour that needs the torch
-    sampler must not change a token.
-    """
-    sampled.tokens = torch.where(simple, out[:, 0].long(), sampled.tokens)
-    if sampled.logprobs is not None and sampled.raw_logprobs is not None:
-        floats = out[:, 2:].contiguous().view(torch.float32)
-        sampled.logprobs = torch.where(simple, floats[:, 0], sampled.logprobs)
-        sampled.raw_logprobs = torch.where(simple, floats[:, 1], sampled.raw_logprobs)
-    return sampled
+        rows, positions = plan.sampled_rows()
+        processing = None
+        if parameters.processing is not None:  # what needs memory comes before anything is drawn
+            processing = self._graphs.processing(graph, self._seen(plan, parameters, graph.logits))
+        graph.replay(StepRows(rows, positions, tables, parameters.temperature, parameters.uniform))
+        logits, out = graph.logits[: len(rows)], graph.out[: len(rows)]
+        self._draw_special(plan, parameters, logits, out)
+        if processing is not None and parameters.processing is not None:
+            processing.replay(parameters.processing)
+        return out
+
+    def _run(self, plan: BatchPlan, parameters: DeviceParameters) -> torch.Tensor:
+        """A step launch by launch; returns what `sampling.device.draw` does."""
+        from flatbed.sampling.device import FIELDS, Redraw, draw
+
+        rows, _ = plan.sampled_rows()
+        logits = self._runner.forward(plan)
+        if not len(rows):  # the middle of prompts: nothing is sampled
+            return torch.empty(0, FIELDS, dtype=torch.int32, device=logits.device)
+        parts: list[NDArray[Any]] = [parameters.temperature.view(np.int32), parameters.uniform.view(np.int32), rows]
+        if parameters.processing is not None:
+            parts.append(parameters.processing)
+        temperature, uniform, slots, *processing = upload_together(parts, logits.device)
+        inputs = (logits, temperature.view(torch.float32), uniform.view(torch.float32), slots, self._runner.last_tokens)
+        # What needs memory comes before anything is drawn.
+        redraws = [Redraw(*inputs, wishes, self._seen(plan, parameters, logits)) for wishes in processing]
+        out = draw(*inputs)
+        self._draw_special(plan, parameters, logits, out)
+        for redraw in redraws:
+            redraw(out)
+        return out
+
+    def _seen(self, plan: BatchPlan, parameters: DeviceParameters, logits: torch.Tensor) -> torch.Tensor | None:
+        """The tokens that rows with a penalty have seen, or None before there was such a row."""
+        seen, at = self._sampler.seen, parameters.penalised
+        if not len(at):
+            return seen.bits
+        part = Part(plan, at)
+        return seen.hold(part.sampled_rows()[0], part.sampled, logits.shape[1])
+
+    def _draw_special(
+        self, plan: BatchPlan, parameters: DeviceParameters, logits: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Draws the rows that have Transformers' own processors; what they get takes the place of what `draw` gave."""
+        if not len(parameters.special):
+            return
+        part = Part(plan, parameters.special)
+        at = self._runner.upload(parameters.special)
+        sampled = self._sampler.sample(part, logits[at].float())
+        self._runner.feed(part.sampled_rows()[0], sampled.tokens)
+        out[at, 0] = sampled.tokens.int()
+        out[at, 1] = sampled.finite.int()
+        if sampled.logprobs is not None and sampled.raw_logprobs is not None:
+            out[at, 2] = sampled.logprobs.view(torch.int32)
+            out[at, 3] = sampled.raw_logprobs.view(torch.int32)
 
 
 def make_steps(runner: ModelRunner, sampler: Sampler, *, graphs: bool) -> Steps:

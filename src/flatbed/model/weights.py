@@ -13,7 +13,8 @@ class Identity:
     """What the model's parameters and modules were when the shadow was made, to notice when it no longer fits.
 
     In-place updates change nothing here (`changed_in_place` tells them); replaced modules, parameters, dtypes or
-    devices do, and so do hooks: a module that somebody hooked into cannot be part of a fusion.
+    devices do, and so do hooks (a module that somebody hooked into cannot be part of a fusion) and the switches of
+    PEFT's adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -21,12 +22,14 @@ class Identity:
         self._structure = self._read_structure()
         self._versions = self._read_versions()
 
-    def _read_structure(self) -> list[tuple[int, ...]]:
-        found: list[tuple[int, ...]] = []
+    def _read_structure(self) -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
         for module in self._model.modules():
             forward = id(module.__dict__.get("forward"))
             hooks = (len(module._forward_hooks), *module._forward_hooks, *module._forward_pre_hooks)
-            found.append((forward, *hooks, *map(id, module._modules.values())))
+            found.append((forward, *hooks, *map(id, module._modules.values()), *_adapter_state(module)))
+            if type(module).__name__.endswith("RotaryEmbedding"):  # a graph holds a table of what it computes
+                found += [(0 if b.is_inference() else b._version,) for b in module._buffers.values() if b is not None]
         for tensor in _tensors(self._model):
             found.append((id(tensor), tensor.data_ptr(), hash(tensor.dtype)))
         return found
@@ -45,6 +48,15 @@ class Identity:
         """True when PyTorch saw an in-place update since this was last asked. Writes through `.data` are not seen."""
         before, self._versions = self._versions, self._read_versions()
         return before != self._versions
+
+
+def _adapter_state(module: nn.Module) -> tuple[object, ...]:
+    """What decides how a layer of PEFT computes, besides its tensors: which adapters are on, merged, and how strong."""
+    state = vars(module)
+    if "merged_adapters" not in state:
+        return ()
+    names = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+    return tuple(repr(state.get(name)) for name in names)
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -111,7 +123,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     nbytes = flat.numel() * flat.element_size()
     raw = flat.view(torch.uint8)
     if nbytes < 8 * _COLUMNS:  # less than a row
-        return hash((tuple(tensor.shape), raw.cpu().numpy().tobytes()))
+        return hash((tuple(tensor.shape), _bytes(raw)))
     if raw.storage_offset() % 8:  # a slice of something larger, which cannot be read by words
         raw = raw.clone()
     words = raw[: nbytes // 8 * 8].view(torch.int64)
@@ -124,5 +136,10 @@ def _checksum(tensor: torch.Tensor) -> int:
     for part in rows.split(_CPU_ROWS if rows.device.type == "cpu" else _DEVICE_ROWS):
         columns += part.sum(0)
         sums.append(part.sum(1))
-    values = torch.cat(sums).cpu().numpy().tobytes() + raw[nbytes // 8 * 8 :].cpu().numpy().tobytes()
+    values = torch.cat(sums).cpu().numpy().tobytes() + _bytes(raw[nbytes // 8 * 8 :])
     return hash((tuple(tensor.shape), values))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of uint8 [n]. Of a copy: a storage that NumPy has seen can never be resized again, as FSDP does."""
+    return tensor.clone().cpu().numpy().tobytes()

@@ -8,19 +8,24 @@ Each running sequence has a row of parameters, set when it is admitted. The orde
 
 with u = uniform(seed, sample, token number) of the row, so that a token depends on the row's own logits and seed alone.
 Steps that no row needs are left out, and a row takes part only in the steps it asks for.
+
+Tokens of equal scores at the cutoff: top-k and min-p keep all of them, top-p as many as it needs, those with the
+largest ids (Transformers leaves to an unstable sort which these are).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flatbed.request import SamplingParams
 from flatbed.sampling.random import uniform
-from flatbed.scheduling.plan import BatchPlan, Sequence
+from flatbed.sampling.seen import SeenTokens
+from flatbed.scheduling.plan import Ints, Sequence
 
 # Top-p looks at this many most probable tokens first, and sorts the whole vocabulary only where they do not suffice.
 _TOP_P_FIRST = 1024
@@ -48,28 +53,74 @@ class Sampled:
     raw_logprobs: torch.Tensor | None = None
 
 
+class Drawn(Protocol):
+    """What the sampler needs to know of a step: a `BatchPlan`, or a part of one."""
+
+    @property
+    def sampled(self) -> list[Sequence]: ...
+
+    def sampled_rows(self) -> tuple[Ints, Ints]: ...
+
+
+@dataclass
+class Part:
+    """Some of a plan's sampled sequences, as the sampler sees a plan."""
+
+    plan: Drawn
+    indices: NDArray[np.int64]
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        sequences = self.plan.sampled
+        return [sequences[i] for i in self.indices]
+
+    def sampled_rows(self) -> tuple[Ints, Ints]:
+        rows, positions = self.plan.sampled_rows()
+        return rows[self.indices], positions[self.indices]
+
+
+# What a row of `DeviceParameters.processing` holds that asks for nothing: top-k, and the bits of top-p, min-p, penalty.
+UNPROCESSED = np.array([0, *np.array([1, 0, 1], np.float32).view(np.int32)], np.int32)
+
+
 @dataclass
 class DeviceParameters:
     """Parameters of a step's rows for sampling on the device.
 
     Attributes:
         temperature, uniform: float32 [n].
-        simple: bool [n], the rows that sampling/device.py can do.
-        needs_history: a row's next token depends on the values of its earlier ones beyond the model's own context.
+        processing: int32 [n, 4], what rows ask for beyond the temperature (see `device.Redraw`), or None when
+            none does.
+        penalised: int64 [any], which of the rows have a penalty.
+        special: int64 [any], which of the rows have Transformers' own processors: sampling/device.py cannot do them.
         wanted: a row asks for log-probabilities.
     """
 
-    temperature: np.ndarray
-    uniform: np.ndarray
-    simple: np.ndarray
-    needs_history: bool
+    temperature: NDArray[np.float32]
+    uniform: NDArray[np.float32]
+    processing: NDArray[np.int32] | None
+    penalised: NDArray[np.int64]
+    special: NDArray[np.int64]
     wanted: bool
+
+    def by_the_torch_sampler(self) -> DeviceParameters:
+        """The same, with every row that asks for more than a temperature left to the torch sampler."""
+        if self.processing is None:
+            return self
+        asking = np.flatnonzero((self.processing != UNPROCESSED).any(1))
+        special = np.union1d(self.special, asking)
+        return replace(self, processing=None, penalised=self.penalised[:0], special=special)
 
 
 class Sampler:
-    """Holds the parameters of up to `rows` running sequences and draws their tokens."""
+    """Holds the parameters of up to `rows` running sequences and draws their tokens.
+
+    Attributes:
+        seen: the tokens of rows with a penalty.
+    """
 
     def __init__(self, rows: int, device: torch.device) -> None:
+        self.seen = SeenTokens(device)
         self._device = device
         self._temperature = np.zeros(rows, np.float32)
         self._top_k = np.zeros(rows, np.int64)
@@ -81,8 +132,9 @@ class Sampler:
         self._prompt = np.zeros(rows, np.int64)
         self._logprobs = np.zeros(rows, bool)
         self._special = np.zeros(rows, bool)  # rows with Transformers' own processors
+        self._processing = np.tile(UNPROCESSED, (rows, 1))  # as in DeviceParameters
+        self._processed = np.zeros(rows, bool)  # rows that ask for something there
         self._processors: dict[int, Any] = {}
-        self._seen: dict[int, torch.Tensor] = {}
 
     def set_row(self, sequence: Sequence, params: SamplingParams, seed: int) -> None:
         """Takes over the parameters of a sequence that was just admitted."""
@@ -97,12 +149,14 @@ class Sampler:
         self._prompt[row] = len(sequence.prompt)
         self._logprobs[row] = params.logprobs
         self._special[row] = params.processors is not None
+        self._processing[row] = _wishes(params)
+        self._processed[row] = (self._processing[row] != UNPROCESSED).any()
         self._processors.pop(row, None)
-        self._seen.pop(row, None)
+        self.seen.forget(row)
         if params.processors is not None:
             self._processors[row] = params.processors(len(sequence.prompt))
 
-    def sample(self, plan: BatchPlan, logits: torch.Tensor) -> Sampled:
+    def sample(self, plan: Drawn, logits: torch.Tensor) -> Sampled:
         """float32 logits [samples, vocabulary] of the plan's sampled sequences → tokens."""
         rows, positions = plan.sampled_rows()
         if not len(rows):
@@ -135,6 +189,9 @@ class Sampler:
         if wanted:
             result.logprobs = _logprob(scores, tokens)
             result.raw_logprobs = _logprob(raw, tokens)
+        penalised = self._penalised(rows)
+        if len(penalised):  # at last: what failed before for lack of memory can be done again
+            self.seen.add(self._index(rows[penalised]), tokens[self._index(penalised)])
         return result
 
     def _uniform(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -142,51 +199,43 @@ class Sampler:
         numbers = positions + 1 - self._prompt[rows]
         return uniform(self._seed[rows], self._sample[rows], numbers)
 
-    def device_parameters(self, rows: np.ndarray, positions: np.ndarray) -> DeviceParameters:
-        """What sampling on the device needs for these rows, and whether it can do them."""
+    def device_parameters(self, rows: Ints, positions: Ints) -> DeviceParameters:
+        """What sampling on the device needs for these rows."""
         temperature = self._temperature[rows]
         draws = temperature > 0
-        history = (self._penalty[rows] != 1) | self._special[rows]
-        truncated = draws & ((self._top_k[rows] > 0) | (self._top_p[rows] < 1) | (self._min_p[rows] > 0))
         u = np.zeros(len(rows), np.float32)
         if draws.any():
             u = np.where(draws, self._uniform(rows, positions), 0).astype(np.float32)
         return DeviceParameters(
             temperature=temperature,
             uniform=u,
-            simple=~(history | truncated),
-            needs_history=bool(history.any()),
+            processing=self._processing[rows] if self._processed[rows].any() else None,
+            penalised=self._penalised(rows),
+            special=np.flatnonzero(self._special[rows]),
             wanted=bool(self._logprobs[rows].any()),
         )
+
+    def _penalised(self, rows: Ints) -> NDArray[np.int64]:
+        """Which of the rows have a repetition penalty."""
+        return np.flatnonzero((self._penalty[rows] != 1) & ~self._special[rows])
 
     def _index(self, rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(rows.astype(np.int64)).to(self._device)
 
-    def _penalise(self, scores: torch.Tensor, plan: BatchPlan, rows: np.ndarray) -> None:
-        at = np.flatnonzero((self._penalty[rows] != 1) & ~self._special[rows])
+    def _penalise(self, scores: torch.Tensor, plan: Drawn, rows: Ints) -> None:
+        at = self._penalised(rows)
         if not len(at):
             return
         sequences = plan.sampled
         vocabulary = scores.shape[-1]
-        seen = torch.stack([self._seen_tokens(int(rows[i]), sequences[i], vocabulary) for i in at])
+        self.seen.hold(rows[at], [sequences[i] for i in at], vocabulary)
+        seen = self.seen.of(self._index(rows[at]), vocabulary)
         penalty = torch.from_numpy(self._penalty[rows[at]]).to(self._device)[:, None]
         index = self._index(at)
         part = scores[index]
         scores[index] = torch.where(seen, torch.where(part < 0, part * penalty, part / penalty), part)
 
-    def _seen_tokens(self, row: int, sequence: Sequence, vocabulary: int) -> torch.Tensor:
-        """bool [vocabulary]: the tokens of prompt and output so far. Kept per row, one token added a step."""
-        seen = self._seen.get(row)
-        if seen is None:
-            seen = torch.zeros(vocabulary + 1, dtype=torch.bool, device=self._device)
-            ids = torch.tensor(sequence.prompt + sequence.output, device=self._device)
-            seen[ids.clamp(max=vocabulary)] = True
-            self._seen[row] = seen
-        else:
-            seen[min(sequence.output[-1], vocabulary)] = True
-        return seen[:vocabulary]
-
-    def _process(self, scores: torch.Tensor, plan: BatchPlan, rows: np.ndarray) -> None:
+    def _process(self, scores: torch.Tensor, plan: Drawn, rows: Ints) -> None:
         """Transformers' own processors, a row at a time, with the row's whole history as they expect it."""
         for i in np.flatnonzero(self._special[rows]):
             sequence = plan.sampled[i]
@@ -221,6 +270,16 @@ class Sampler:
         return scores
 
 
+def _wishes(params: SamplingParams) -> NDArray[np.int32]:
+    """A row of `DeviceParameters.processing`."""
+    if params.processors is not None:
+        return UNPROCESSED
+    greedy = params.temperature == 0
+    floats = (1, 0) if greedy else (params.top_p, params.min_p)
+    bits = np.array([*floats, params.repetition_penalty], np.float32).view(np.int32)
+    return np.array([0 if greedy else params.top_k, *bits], np.int32)
+
+
 def _beyond_top_k(scores: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
     """True below each row's k-th largest score (ties with it stay)."""
     best = scores.topk(int(top_k.max()), -1).values
@@ -231,18 +290,24 @@ def _beyond_top_k(scores: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
 def _beyond_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """True for tokens outside the smallest set of most probable ones that reaches top_p [n]. The first always stays.
 
-    A token stays when what is more probable than it sums to less than top_p.
+    A token stays when what is more probable than it, and what is as probable and later in the vocabulary, sums to less
+    than top_p.
     """
-    probabilities = scores.softmax(-1)
     count = min(_TOP_P_FIRST, scores.shape[-1])
-    best, index = probabilities.topk(count, -1)
-    if bool((best.double().sum(-1) < top_p).any()) and count < scores.shape[-1]:
-        best, index = probabilities.sort(-1, descending=True)
-    before = best.double().cumsum(-1) - best.double()
-    keep = before < top_p[:, None].double()
-    keep[:, 0] = True
-    drop = torch.ones_like(scores, dtype=torch.bool)
-    return drop.scatter(-1, index, ~keep)
+    best = scores.topk(count, -1).values
+    target = top_p.double() * (scores - best[:, :1]).exp().sum(-1, dtype=torch.float64)
+    ends = (best - best[:, :1]).exp().cumsum(-1, dtype=torch.float64)
+    if bool((ends[:, -1] < target).any()) and count < scores.shape[-1]:
+        best = scores.sort(-1, descending=True).values
+        ends = (best - best[:, :1]).exp().cumsum(-1, dtype=torch.float64)
+    kept = 1 + (ends[:, :-1] < target[:, None]).sum(-1, keepdim=True)
+    edge = best.gather(-1, kept - 1)
+    drop = scores < edge
+    ties = scores == edge
+    spare = kept - (best > edge).sum(-1, keepdim=True)
+    if bool((ties.sum(-1, keepdim=True) > spare).any()):
+        drop |= ties & (ties.flip(-1).cumsum(-1).flip(-1) > spare)
+    return drop
 
 
 def _draw(probabilities: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
