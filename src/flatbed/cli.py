@@ -1,4 +1,4 @@
-"""The command line: `flatbed generate`, `flatbed models demo`, `flatbed info`.
+"""The command line: `flatbed generate`, `flatbed models demo`, `flatbed info`, and the commands of the lab.
 
 Exit status: 0 when everything is done; 1 when a line could not be read or a request was refused (all others are
 done); 2 for a setting, a file or a model that cannot be used; 130 after Ctrl-C or SIGTERM.
@@ -26,7 +26,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flatbed.config import DEFAULT_TOKEN_BUDGET, SCHEDULES, EngineConfig
-from flatbed.errors import ConfigError, FlatbedError, FlatbedWarning, UnsupportedModelError
+from flatbed.console import EXIT_INCOMPLETE, errors_told, say
+from flatbed.errors import ConfigError, FlatbedWarning
+from flatbed.lab import cli as lab
+from flatbed.lab.units import told_bytes
 from flatbed.models import (
     AUTO,
     DEMO,
@@ -46,10 +49,6 @@ from flatbed.request import Output, SamplingParams
 if TYPE_CHECKING:
     from flatbed.engine import Engine
 
-EXIT_INCOMPLETE = 1
-EXIT_SETTINGS = 2
-EXIT_INTERRUPTED = 130
-
 app = typer.Typer(
     name="flatbed",
     help="Continuous-batching generation for Hugging Face Transformers models.",
@@ -59,6 +58,8 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Models that can be put in place.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+for command in lab.COMMANDS:
+    app.command()(command)
 
 # Defaults are read from where they belong, and stand nowhere else.
 _ENGINE = EngineConfig()
@@ -128,6 +129,9 @@ def generate(
     seed: Annotated[
         int, typer.Option(help="With the same seed, a request gets the same samples in every run.")
     ] = _ENGINE.seed,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits for a request whatever runs beside it; slower.")
+    ] = _ENGINE.deterministic,
     chat: Annotated[bool, typer.Option("--chat", help="Take each plain prompt as a user's chat message.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Do only what --out does not have yet.")] = False,
 ) -> None:
@@ -136,7 +140,7 @@ def generate(
     A line of a JSON Lines file is an object with one of prompt, messages and token_ids, and optionally an id and any
     sampling field (max_new_tokens, temperature, ...), which then counts for that line alone.
     """
-    with _errors_told(), _Interrupts() as interrupts:
+    with errors_told(), _Interrupts() as interrupts:
         config = EngineConfig(
             capacity=capacity,
             token_budget=token_budget,
@@ -145,6 +149,7 @@ def generate(
             block_size=block_size,
             max_requests=max_requests,
             seed=seed,
+            deterministic=deterministic,
         )
         base = _checked(
             SamplingParams(
@@ -176,7 +181,7 @@ def generate(
 @models_app.command()
 def demo() -> None:
     """Say what the built-in demonstration model is, and put it in place."""
-    with _errors_told():
+    with errors_told():
         status = demo_status()
         typer.echo(f"{DEMO}: {DEMO_TITLE}, from the package {DEMO_PACKAGE}=={DEMO_VERSION}")
         if status.ready:
@@ -195,7 +200,7 @@ def info() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from flatbed.attention import BACKENDS
+    from flatbed.attention import BACKENDS, automatic
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -215,6 +220,9 @@ def info() -> None:
             found = backend.availability(device)
             said = f"{'available' if found.ok else 'not available'}{f': {found.reason}' if found.reason else ''}"
             table.add_row("attention" if number == at == 0 else "", name if at == 0 else "", f"on {device}: {said}")
+    for at, device in enumerate(devices):
+        kind, why = automatic(device)
+        table.add_row("", "auto" if at == 0 else "", f"on {device}: {kind.name}: {why}")
     Console().print(table)
 
 
@@ -266,7 +274,7 @@ class _Run:
                 # It may have come between the end of a request and its callback.
                 for output in engine.partial_outputs:
                     self._land(output)
-                _say(f"interrupted; {self._results.path} has what finished, and --resume does the rest")
+                say(f"interrupted; {self._results.path} has what finished, and --resume does the rest")
                 raise
 
     def _land(self, output: Output) -> None:
@@ -277,7 +285,7 @@ class _Run:
 
     def tell_problems(self) -> None:
         for problem in self.problems:
-            _say(problem)
+            say(problem)
 
 
 def _with_seed(line: PromptLine, seed: int) -> SamplingParams:
@@ -384,31 +392,12 @@ class _Progress:
             self._task,
             completed=self.finished,
             description=f"{rate:,.1f} tokens/s, {stats.running} running, {stats.waiting} waiting, cache "
-            f"{_bytes(memory.live)} live of {_bytes(memory.committed)} committed",
+            f"{told_bytes(memory.live)} live of {told_bytes(memory.committed)} committed",
             refresh=True,
         )
 
 
 # ------------------------------------------------------------------------------------------------------ small helpers
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """Says errors of the user's making in one line, and leaves with the exit status that is theirs."""
-    try:
-        yield
-    except (ConfigError, UnsupportedModelError) as error:
-        _say(str(error))
-        raise typer.Exit(EXIT_SETTINGS) from error
-    except (FlatbedError, OSError) as error:
-        _say(str(error))
-        raise typer.Exit(EXIT_INCOMPLETE) from error
-    except KeyboardInterrupt as error:
-        raise typer.Exit(EXIT_INTERRUPTED) from error
-
-
-def _say(message: str) -> None:
-    typer.echo(f"flatbed: {message}", err=True)
 
 
 def _quiet_transformers() -> None:
@@ -418,14 +407,6 @@ def _quiet_transformers() -> None:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _version_rows() -> Iterable[tuple[str, str]]:
@@ -442,10 +423,10 @@ def _device_rows() -> Iterable[tuple[str, str]]:
 
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = (page * os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-    yield "cpu", f"{torch.get_num_threads()} threads, {_bytes(total)} of memory, {_bytes(free)} free"
+    yield "cpu", f"{torch.get_num_threads()} threads, {told_bytes(total)} of memory, {told_bytes(free)} free"
     for index in range(torch.cuda.device_count()):
         name, memory = torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)
-        yield f"cuda:{index}", f"{name}, {_bytes(memory[1])} of memory, {_bytes(memory[0])} free"
+        yield f"cuda:{index}", f"{name}, {told_bytes(memory[1])} of memory, {told_bytes(memory[0])} free"
     if not torch.cuda.device_count():
         yield "cuda", "none that torch can use"
 

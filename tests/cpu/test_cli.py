@@ -174,7 +174,7 @@ def test_nothing_to_do_loads_no_model(tmp_path: Path) -> None:
     [
         ("--schedule", "fifi", "unknown schedule 'fifi'; known: fifo, prefill_first"),
         ("--capacity", "much", "unknown capacity 'much'; known: \"64 blocks\""),
-        ("--attention", "flashy", "unknown attention 'flashy'; known: auto, triton, torch"),
+        ("--attention", "flashy", "unknown attention 'flashy'; known: auto, triton, flash_attention_3, torch"),
         ("--dtype", "float17", "unknown dtype 'float17'; known: auto, float32"),
         ("--device", "gpu", "unknown device 'gpu'; known: auto, cpu, cuda"),
         ("--token-budget", "0", "token_budget must be"),
@@ -276,7 +276,7 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 def test_info_names_versions_devices_and_backends() -> None:
     result = invoke("info")
     assert result.exit_code == 0
-    for said in ("torch", torch.__version__, "threads", "attention", "available"):
+    for said in ("torch", torch.__version__, "threads", "attention", "available", "flash_attention_3", "auto"):
         assert said in result.stdout
 
 
