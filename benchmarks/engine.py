@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py --shape qwen2.5-0.5b --out engine-0.5b.json     # every workload
     python benchmarks/engine.py --flatness --out flatness-0.5b.json             # from the smallest capacity to 90 %
-    python benchmarks/engine.py --profile --workload article,mixed              # where the GPU's time goes, and idleness
+    python benchmarks/engine.py --profile --workload article,mixed              # where the GPU's time goes, idleness
 
 Lengths are fixed (no EOS), and every call has other prompts, so that the prefix cache answers none of them. "first" is
 the first call of an engine, its construction included; the very first row is the first of the process. The bound is

@@ -53,7 +53,8 @@ def add_norm_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def rotate_write_kernel(
     query, key, value, cos, sin, positions, query_gain, key_gain, query_out, key_pool, value_pool, slot_blocks,
-    slot_offsets, tokens, query_stride, key_stride, value_stride, cos_stride, out_stride, key_block_stride, value_block_stride, eps,
+    slot_offsets, tokens, query_stride, key_stride, value_stride, cos_stride, out_stride, key_block_stride,
+    value_block_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, TABLE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

@@ -120,7 +120,8 @@ def rotate_write(
         together = 1 if tokens <= 64 else 4 if tokens <= 512 else 32
     kernels.rotate_write_kernel[(-(-tokens // together), heads + 2 * kv_heads)](
         query, key, value, cos, sin, slot_blocks if positions is None else positions, query_gain, key_gain, out,
-        cache.key, cache.value, slot_blocks, slot_offsets, tokens, query.stride(0), key.stride(0), value.stride(0), cos.stride(0), out.stride(0),
+        cache.key, cache.value, slot_blocks, slot_offsets, tokens,
+        query.stride(0), key.stride(0), value.stride(0), cos.stride(0), out.stride(0),
         cache.key.stride(0), cache.value.stride(0), eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=power_of_two(dim // 2), BLOCK_SIZE=block_size,
         TOKENS=together, TABLE=positions is not None, NORM=gains is not None, num_warps=4 if together > 4 else 1,

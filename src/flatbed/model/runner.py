@@ -23,6 +23,7 @@ from flatbed.memory.pool import LayerCache, Pool
 from flatbed.memory.transfer import upload
 from flatbed.model import cpu_ops
 from flatbed.model.buffers import step_inputs
+from flatbed.model.deterministic.attention import choose_invariant
 from flatbed.model.deterministic.check import check_rows
 from flatbed.model.deterministic.operators import BatchInvariant
 from flatbed.model.fused_decoder import fuse_decoder
@@ -59,6 +60,8 @@ class ModelRunner:
         self.layers: tuple[LayerShape, ...] = ()
         self._pool: Pool | None = None
         self._backend: AttentionBackend | None = None
+        if deterministic:
+            choose_invariant("auto", self.device)  # told before the model is run on a device that cannot
         self._invariant = BatchInvariant() if deterministic else None
         self._checked: set[tuple[torch.device, torch.dtype]] = set()
         self.make_shadow()

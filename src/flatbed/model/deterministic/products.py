@@ -190,7 +190,8 @@ def _agreeing_sizes(results: Callable[[int], torch.Tensor | None], work: int) ->
                 break
         else:
             groups.append((found, [size]))
-    return tuple(max((sizes for _, sizes in groups), key=lambda sizes: (len(sizes), sizes)))
+    _, best = max(groups, key=lambda group: (len(group[1]), group[1]))
+    return tuple(best)
 
 
 # ---- CUDA -----------------------------------------------------------------------------------------------------------
