@@ -122,7 +122,7 @@ def test_attention_of_the_torch_backend(name: str, dtype: torch.dtype) -> None:
 
 
 def _check(backend: str, case: Case, dtype: torch.dtype) -> None:
-    """Right, and of a chunk's queries each the same bits as a decode: alone, with other block sizes and block tables."""
+    """Right, and of a chunk's queries each the same bits as a decode: alone, with other block sizes and tables."""
     paged, attention = Paged(case, dtype, CPU), BACKENDS[backend]()
     together, _ = paged.attend(attention)
     assert error(together, paged.expected()) < TOLERANCE[dtype]
