@@ -260,8 +260,8 @@ def test_the_page_is_seen_in_a_browser(run: Any, tmp_path: Path, scheme: str, ba
     assert len(_pixels(image, background)) > image.shape[0] * image.shape[1] * 0.1
     assert len(_pixels(image, ink)) > 2000, "text is there, in the colour of this scheme"
     plot = _first_plot(page, image)
-    # In the plot of time against capacity all engines are there, and lines go from one side to the other. Not every line
-    # need be seen as long: where two engines take the same time, one lies under the other.
+    # In the plot of time against capacity all engines are there, and lines go from one side to the other. Not every
+    # line need be seen as long: where two engines take the same time, one lies under the other.
     widths = []
     for colour in _line_colours(page):
         found = _drawn(plot, colour, background)
