@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ from families import build
 from tiny import assert_idle, changes, draw_prompts, expected, shared, snapshot, tokens_of
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from typer.testing import CliRunner
 
 import flatbed
 from flatbed.attention.torch_reference import TorchAttention
+from flatbed.cli import app
 from flatbed.errors import BackendUnavailableError, ConfigError, UnsupportedModelError
 from flatbed.model.deterministic import products as invariant_products
 from flatbed.model.deterministic.attention import InvariantTorchAttention, choose_invariant
@@ -257,6 +261,25 @@ def test_install() -> None:
     assert [r.generated_tokens for r in results.values()] == [r.generated_tokens for r in each]
     assert isinstance(model.generate_batch.engine({"deterministic": True})._backend, InvariantTorchAttention)
     flatbed.uninstall(model)
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatbed.cli.load_model", lambda name, device, dtype: (shared("llama"), None))
+
+    def run(name: str, prompts: list[list[int]]) -> list[Any]:
+        file, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-out.jsonl"
+        lines = [json.dumps({"id": str(prompt), "token_ids": prompt}) for prompt in prompts]
+        file.write_text("\n".join(lines) + "\n")
+        options = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "8", "--temperature", "1", "--logprobs"]
+        result = CliRunner().invoke(
+            app, ["generate", str(file), "--out", str(out), "--deterministic", "--ignore-eos", *options]
+        )
+        assert result.exit_code == 0, result.output
+        records = {record["id"]: record for record in map(json.loads, out.read_text().splitlines())}
+        return [(records[str(prompt)]["token_ids"], records[str(prompt)]["logprobs"]) for prompt in prompts]
+
+    some = PROMPTS[2:6]
+    assert run("together", some) == [run(f"alone-{i}", [prompt])[0] for i, prompt in enumerate(some)]
 
 
 def test_bfloat16() -> None:

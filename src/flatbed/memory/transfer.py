@@ -13,11 +13,16 @@ from numpy.typing import NDArray
 _ALIGNMENT = 16
 
 
+def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory on the CPU from which, or to which, copies of that device need not be waited for."""
+    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
 def upload(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """A copy of `values` on the device. To CUDA it goes through pinned memory, and the CPU does not wait for it."""
     if device.type != "cuda":
         return torch.from_numpy(values).to(device)
-    pinned = torch.empty(values.shape, dtype=torch.from_numpy(values[:0]).dtype, pin_memory=True)
+    pinned = staging(values.shape, torch.from_numpy(values[:0]).dtype, device)
     pinned.numpy()[...] = values
     return pinned.to(device, non_blocking=True)
 
@@ -26,7 +31,7 @@ def upload_together(parts: Sequence[NDArray[Any]], device: torch.device) -> list
     """Copies integer arrays to the device as int32 tensors of the same shapes, in one transfer."""
     numbers = _ALIGNMENT // 4
     starts = np.cumsum([0, *(-(-part.size // numbers) * numbers for part in parts)])
-    staged = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    staged = staging((int(starts[-1]),), torch.int32, device)
     flat = staged.numpy()
     for part, start in zip(parts, starts, strict=False):
         flat[start : start + part.size] = part.reshape(-1)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from flatbed.attention.base import AttentionBackend, AttentionSpec, Availability, Batch, LayerCache
 from flatbed.attention.triton import DecodePlan, decode_attention, write_kv
 from flatbed.memory.capacity import power_of_two
+from flatbed.memory.transfer import staging
 from flatbed.model.interface import Session
 from flatbed.sampling.device import Redraw, draw
 from flatbed.sampling.sampler import UNPROCESSED
@@ -178,7 +179,7 @@ class DecodeGraph:
     def fill(self, step: StepRows) -> None:
         """Copies a step's inputs to the device; the rest of the bucket is made to do nothing."""
         n, bucket = len(step.rows), self.bucket
-        staged = torch.empty(self._inputs.shape, dtype=torch.int32, pin_memory=True)
+        staged = staging(self._inputs.shape, torch.int32, self._inputs.device)
         flat = staged.numpy()
         fields = flat[: len(_FIELDS) * bucket].reshape(len(_FIELDS), bucket)
         fields[:] = 0
@@ -222,7 +223,7 @@ class ProcessingGraph:
             decode.redraw(self._inputs, seen)
 
     def _fill(self, processing: NDArray[np.int32]) -> None:
-        staged = torch.empty(self._inputs.shape, dtype=torch.int32, pin_memory=True)
+        staged = staging(self._inputs.shape, torch.int32, self._inputs.device)
         wishes = staged.numpy()
         wishes[: len(processing)] = processing
         wishes[len(processing) :] = UNPROCESSED

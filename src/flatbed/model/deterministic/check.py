@@ -14,6 +14,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # Batches that a token is put into. The last meets the tiles for many rows on CUDA (see products.py).
 _BATCHES = {"cpu": (2, 5, 33), "cuda": (2, 5, 33, 160)}
 _PLACES = 3  # of each batch, that are compared
+_POSITIONS = 8  # that the tokens stand at; any model has so many
 
 
 def check_rows(forward: Forward, vocabulary: int, device: torch.device) -> None:
@@ -23,14 +24,15 @@ def check_rows(forward: Forward, vocabulary: int, device: torch.device) -> None:
     UnsupportedModelError where they differ.
     """
     draw = torch.Generator().manual_seed(0)
-    most = max(_BATCHES.get(device.type, ()), default=1)
+    most = max(_BATCHES[device.type])
     ids = torch.randint(vocabulary, (1, most), generator=draw).to(device)
-    positions = torch.arange(most, device=device)[None]
+    positions = (torch.arange(most, device=device) % _POSITIONS)[None]
+    first = torch.zeros(1, dtype=torch.int64, device=device)
     alone: dict[int, torch.Tensor] = {}
 
     def of(at: int) -> torch.Tensor:
         if at not in alone:
-            alone[at] = forward(ids[:, at : at + 1], positions[:, at : at + 1], positions[0, :1])
+            alone[at] = forward(ids[:, at : at + 1], positions[:, at : at + 1], first)
         return alone[at][0]
 
     for count in _BATCHES[device.type]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatbed.errors import UnsupportedModelError
@@ -73,7 +74,8 @@ class BatchInvariant(TorchDispatchMode):
         self.products = Products()
         self.on_cpu = True
         self._weights: set[int] = set()
-        self._copies: dict[int, torch.Tensor] = {}  # of weights, made in this forward pass and kept alive for it
+        # Copies of weights made in this forward pass. A weak reference keeps an address from being used again.
+        self._copies: dict[int, StorageWeakRef] = {}
         self._rules: dict[_Operator, _Rule] = {}
         self._depth = 0
 
@@ -136,7 +138,7 @@ class BatchInvariant(TorchDispatchMode):
     def _copied(self, operator: _Operator, *args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = operator(*args, **kwargs)
         if self.is_weight(args[0]):
-            self._copies[_memory(result)] = result
+            self._copies[_memory(result)] = StorageWeakRef(result.untyped_storage())
         return result
 
     def _taken_apart(self, operator: _Operator, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +159,8 @@ def _name(operator: _Operator) -> str:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """What stands for a tensor's memory: the same for all views of it, another for every other that is alive."""
+    return tensor.untyped_storage()._cdata
 
 
 # ---- rules of single operators: (mode, operator, *what the operator takes) ------------------------------------------
