@@ -28,8 +28,10 @@ help:
 demo: model
 	$(BIN)/python examples/demo.py
 
+# Tests that measure time run after the others, alone.
 test: model
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not timing"
+	$(BIN)/python -m pytest -m timing
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

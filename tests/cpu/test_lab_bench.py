@@ -301,6 +301,7 @@ def test_the_page_needs_nothing_else(run: Any) -> None:
 # ---- gate and exit statuses ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_the_gate_passes_what_is_flat_and_fails_what_grows(tmp_path: Path) -> None:
     out = tmp_path / "out"
     failed = bench(

@@ -338,6 +338,7 @@ def test_an_attention_that_cannot_be_had() -> None:
 # ---- assert_flat -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_assert_flat_on_ones_own_model(model: Any) -> None:
     before = model.training, model.config._attn_implementation
     verdict = assert_flat(model, workload=WORK, capacities=("1 blocks", "50%"), limit=4, repeats=4)
@@ -345,6 +346,7 @@ def test_assert_flat_on_ones_own_model(model: Any) -> None:
     assert (model.training, model.config._attn_implementation) == before
 
 
+@pytest.mark.timing
 def test_assert_flat_finds_growth_and_says_where() -> None:
     with pytest.raises(AssertionError) as raised:
         assert_flat(

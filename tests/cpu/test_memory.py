@@ -264,6 +264,7 @@ def test_host_memory_is_resident_only_where_it_was_written() -> None:
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @proc
 def test_a_capacity_of_nearly_all_memory_costs_neither_time_nor_memory() -> None:
     model = shared("llama")

@@ -356,7 +356,6 @@ def _prompts(count: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"capacity": "24 blocks", "block_size": 2, "token_budget": 20},
         {"processes": False, "capacity": "24 blocks", "block_size": 2},
     ],
@@ -368,7 +367,7 @@ def test_steps_ahead_of_the_cpu_draw_what_the_torch_sampler_draws(make_engine: A
     with make_engine(True, **settings) as ahead:
         outputs = ahead.generate(prompts, STEPPED)
         ahead._scheduler.check()
-        assert (ahead.stats().preemptions > 0) is ("block_size" in settings)
+        assert ahead.stats().preemptions > 0
     for output, theirs in zip(outputs, wanted, strict=True):
         for sample, other in zip(output.samples, theirs.samples, strict=True):
             assert sample.token_ids == other.token_ids

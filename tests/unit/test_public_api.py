@@ -104,6 +104,7 @@ def test_importing_flatbed_imports_neither_torch_nor_anything_heavy() -> None:
     assert python("import sys, flatbed; flatbed.SamplingParams; print('torch' in sys.modules)") == "False"
 
 
+@pytest.mark.timing
 def test_importing_flatbed_takes_at_most_a_fifth_of_a_second() -> None:
     """The time of the statement, and of the whole command beyond that of an empty one; the best of a few, because a
     busy machine can only add to it."""
