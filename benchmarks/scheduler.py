@@ -12,8 +12,8 @@ two steps end and free theirs. The prefix cache is on.
 What is timed is the scheduler alone, not the making of tokens: on the clock, and as processor time of this thread,
 which says what the Python costs on a machine that does other things too. The repeat with the smallest median counts.
 The target is a median of 300 microseconds in steady decode at 1,024 (DESIGN.md, section 7), on a machine like the one
-that scheduler.json is from. What another machine needs for a *yardstick*, a fixed piece of Python of the same kind, says
-how much slower or faster it is at this moment. The last line is JSON.
+that scheduler.json is from. What another machine needs for a *yardstick*, a fixed piece of Python of the same kind,
+says how much slower or faster it is at this moment. The last line is JSON.
 """
 
 from __future__ import annotations

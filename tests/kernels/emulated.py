@@ -6,12 +6,14 @@ their kernels have tests of their own. Sampling is done by the kernels.
 A capture records every operator that torch runs and every kernel that Triton's interpreter is given, with the very
 tensors they were given. A replay runs them again over these tensors, and puts each result where the capture's result
 lies. So it is blind, as a real graph is, to all that Python decided meanwhile: what is not in a static tensor stays as
-it was when it was captured.
+it was when it was captured. And as graphs of one memory pool use the same memory, a replay spoils what the others have
+left there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,17 +33,21 @@ _MADE_EMPTY = {"aten::empty.memory_format", "aten::empty_like", "aten::empty_str
 class _Recorder(TorchDispatchMode):
     """Appends to the tape whatever is run, after it was run."""
 
-    def __init__(self, tape: list[Callable[[], None]]) -> None:
+    def __init__(self, graph: Graph) -> None:
         super().__init__()
-        self._tape = tape
+        self._graph = graph
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if operator.name() == "aten::_local_scalar_dense":
             raise RuntimeError("operation not permitted when stream is capturing: a value is read by the CPU")
         result = operator(*args, **kwargs)
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+                self._graph.made_here.append(made)
         if operator.name() not in _MADE_EMPTY:
-            self._tape.append(lambda: _again(operator, args, kwargs, result))
+            self._graph.tape.append(lambda: _again(operator, args, kwargs, result))
         return result
 
 
@@ -56,28 +62,43 @@ class Graph:
     """A `torch.cuda.CUDAGraph`.
 
     Attributes:
+        captured: how many there ever were.
         tape: what a replay does, in order.
+        made_here: tensors that the capture made, in the memory of its pool.
     """
 
-    made: int = 0
+    captured: int = 0
 
     def __init__(self) -> None:
         self.tape: list[Callable[[], None]] = []
-        Graph.made += 1
+        self.made_here: list[torch.Tensor] = []
+        self._others: list[Graph] = []
+        Graph.captured += 1
+
+    def share(self, pool: Any) -> None:
+        """Its memory is that of this pool."""
+        self._others = _graphs_of.setdefault(pool, [])
+        self._others.append(self)
 
     def replay(self) -> None:
+        for other in self._others:
+            for tensor in other.made_here if other is not self else ():
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
         for action in self.tape:
             action()
 
 
+_graphs_of: dict[Any, list[Graph]] = {}
 _recording: list[Graph] = []
+_handles = itertools.count()
 
 
 @contextlib.contextmanager
 def _capture(graph: Graph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    graph.share(pool)
     _recording.append(graph)
     try:
-        with _Recorder(graph.tape):
+        with _Recorder(graph):
             yield
     finally:
         _recording.pop()
@@ -171,7 +192,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         "graph": _capture,
         "current_stream": _Stream,
         "stream": lambda stream: contextlib.nullcontext(),
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": lambda: (0, next(_handles)),
         "memory_snapshot": list,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)

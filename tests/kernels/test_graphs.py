@@ -44,7 +44,7 @@ def test_graphs_draw_what_the_torch_sampler_draws(settings: dict[str, Any]) -> N
     model, prompts = build("llama"), draw_prompts(8, 30)
     made = []
     with flatbed.Engine(model, capacity="64 blocks") as behind, engine(model, **settings) as ahead:
-        check_draws(ahead, behind, prompts, mixed(4), after_call=lambda: made.append(Graph.made))
+        check_draws(ahead, behind, prompts, mixed(4), after_call=lambda: made.append(Graph.captured))
     assert made[0] == made[1], "the second call captured graphs anew"
 
 

@@ -8,11 +8,19 @@ filled by one copy from pinned memory before the replay::
 
 Rows of the bucket that no sequence uses have length 0 and a negative slot block: they read and write nothing. Neither
 capture nor replay touches memory of capacity size.
+
+Graphs of one engine never run at once, so they share their memory: what a step leaves behind (logits, and what was
+drawn) is kept by nobody, and the next replay may write over it. It has to be read in stream order before that::
+
+      graph memory   graph of 64 rows  │ hidden states │ logits ────────────── │ out │
+                     graph of 40 rows  │ hidden │ logits ──────── │ out │                    the same addresses
+      processing     ProcessingGraph of either         memory of its own: it runs while logits and out are needed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -110,8 +118,8 @@ class DecodeGraph:
     """One captured graph.
 
     Attributes:
-        logits: [bucket, vocabulary] of the last replay.
-        out: int32 [bucket, 4] of the last replay (see `sampling.device.draw`).
+        logits: [bucket, vocabulary] of the last replay, until the next of any graph.
+        out: int32 [bucket, 4] of the last replay (see `sampling.device.draw`), likewise.
         processing: what follows a replay where a row asks for more than a temperature; None until one did.
     """
 
@@ -125,7 +133,9 @@ class DecodeGraph:
         last_tokens: torch.Tensor,
         block_size: int,
         make_backend: MakeBackend,
+        stream: torch.cuda.Stream,
     ) -> None:
+        """`stream`: what is captured on."""
         self.bucket, self.width = bucket, width
         self._block_size = block_size
         self._spare_row = len(last_tokens) - 1
@@ -149,7 +159,6 @@ class DecodeGraph:
         self.processing: ProcessingGraph | None = None
         self._views, self._last_tokens = views, last_tokens
         self._step = step
-        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             step()  # compiles kernels and makes what must not be made while capturing
@@ -160,7 +169,8 @@ class DecodeGraph:
         """Records the step. Raises RuntimeError when the model does what cannot be recorded."""
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=self._stream):
-            self.logits, self.out = self._step()
+            logits, out = self._step()
+        self.logits, self.out = _borrowed(logits), _borrowed(out)
 
     def redraw(self, processing: torch.Tensor, seen: torch.Tensor | None) -> None:
         """Draws rows of the last replay anew (see `Redraw`)."""
@@ -235,10 +245,25 @@ class ProcessingGraph:
         self._graph.replay()
 
 
-def _pool_bytes(pool: Any) -> int:
-    """Memory of a graph pool, which nothing but its graphs can use; what a first run leaves in the cache, all can."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which it does not keep from being used again."""
+    storage = tensor.untyped_storage()
+    borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _pool_bytes(pools: Collection[Any]) -> int:
+    """Memory of graph pools, which nothing but their graphs can use; what a first run leaves in the cache, all can."""
+    segments, ids = torch.cuda.memory_snapshot(), {tuple(pool) for pool in pools}
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in ids)
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that graphs are captured on, one for all: the vendor's products take 32 MiB for each that they meet,
+    and what a first run leaves in the cache can only be used again on its own."""
+    return torch.cuda.Stream(device)
 
 
 class DecodeGraphs:
@@ -256,7 +281,7 @@ class DecodeGraphs:
         self._block_size = block_size
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
         self._layers: tuple[LayerCache, ...] = ()
-        self._memory_pool: Any = None
+        self._pools: dict[str, Any] = {}  # of the graphs, and of what may follow them
         self.memory_bytes = 0
         self.refused: str | None = None  # why this model cannot be captured
 
@@ -276,31 +301,35 @@ class DecodeGraphs:
             self._layers = layers
         key = (bucket_of(rows), power_of_two(blocks, 16))
         if key not in self._graphs:
-            if self._memory_pool is None:
-                self._memory_pool = torch.cuda.graph_pool_handle()
             graph = DecodeGraph(
-                *key, self._forward, self._session, layers, self._last_tokens, self._block_size, self.make_backend
-            )
+                *key, self._forward, self._session, layers, self._last_tokens, self._block_size, self.make_backend,
+                _capture_stream(self._last_tokens.device),
+            )  # fmt: skip
             try:
-                graph.capture(self._memory_pool)
+                graph.capture(self._pool("decode"))
             except RuntimeError as error:
                 self.drop()
                 self.refused = str(error)
                 return None
             self._graphs[key] = graph
-            self.memory_bytes = _pool_bytes(self._memory_pool)
+            self.memory_bytes = _pool_bytes(self._pools.values())
         return self._graphs[key]
 
     def processing(self, graph: DecodeGraph, seen: torch.Tensor | None) -> ProcessingGraph:
         """What follows `graph` in a step with rows that ask for more than a temperature, over these seen tokens."""
         if graph.processing is None or graph.processing.seen is not seen:
-            graph.capture_processing(seen, self._memory_pool)
-            self.memory_bytes = _pool_bytes(self._memory_pool)
+            graph.capture_processing(seen, self._pool("processing"))
+            self.memory_bytes = _pool_bytes(self._pools.values())
         assert graph.processing is not None
         return graph.processing
 
     def drop(self) -> None:
         """Forgets all graphs."""
         self._graphs.clear()
-        self._memory_pool = None
+        self._pools.clear()
         self.memory_bytes = 0
+
+    def _pool(self, name: str) -> Any:
+        if name not in self._pools:
+            self._pools[name] = torch.cuda.graph_pool_handle()
+        return self._pools[name]
