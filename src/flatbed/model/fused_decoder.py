@@ -7,13 +7,7 @@ hooked into them. Everything else runs as its model wrote it.
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib
-import inspect
-import textwrap
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -23,88 +17,29 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from flatbed.attention.base import AttentionSpec
-from flatbed.model.fusions import Linear, OneDnnLinear
+from flatbed.model.fusions import Linear
 from flatbed.model.interface import LayerCall, Session, slot_of
+from flatbed.model.recognise import Known, hooked, known, plain_linear, runs_as
 
 # Role → classes whose forward we know, as module and class name.
-_KNOWN: dict[str, tuple[tuple[str, str], ...]] = {
-    "model": (
-        ("llama", "LlamaModel"),
-        ("qwen2", "Qwen2Model"),
-        ("qwen3", "Qwen3Model"),
-        ("mistral", "MistralModel"),
+_KNOWN: dict[str, Known] = {
+    "model": known(
+        ("llama", "LlamaModel"), ("qwen2", "Qwen2Model"), ("qwen3", "Qwen3Model"), ("mistral", "MistralModel")
     ),
-    "layer": (("llama", "LlamaDecoderLayer"), ("qwen2", "Qwen2DecoderLayer"), ("mistral", "MistralDecoderLayer")),
-    "attention": (
+    "layer": known(("llama", "LlamaDecoderLayer"), ("qwen2", "Qwen2DecoderLayer"), ("mistral", "MistralDecoderLayer")),
+    "attention": known(
         ("llama", "LlamaAttention"),
         ("qwen2", "Qwen2Attention"),
         ("mistral", "MistralAttention"),
         ("qwen3", "Qwen3Attention"),
     ),
-    "mlp": (("llama", "LlamaMLP"),),
-    "norm": (("llama", "LlamaRMSNorm"),),
+    "mlp": known(("llama", "LlamaMLP")),
+    "norm": known(("llama", "LlamaRMSNorm")),
 }
 
 
-def _text_of(function: ast.FunctionDef) -> str:
-    """A function's body as text: no decorators, annotations, docstrings or comments."""
-    statements = function.body
-    first = statements[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-        statements = statements[1:]
-    for statement in statements:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.AnnAssign):
-                node.annotation = ast.Constant(None)
-    return "\n".join(map(ast.unparse, statements))
-
-
-@functools.cache
-def _body(function: Callable[..., Any]) -> str:
-    """The body of a forward as it runs now (somebody may have put another in the place of the class's own)."""
-    parsed = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-    if not isinstance(parsed, ast.FunctionDef):
-        raise TypeError("a lambda")
-    return _text_of(parsed)
-
-
-@functools.cache
-def _known_bodies(role: str) -> frozenset[str]:
-    """The bodies we know, out of Transformers' source files: what stands there, not what runs in this process."""
-    bodies = set()
-    for name, kind in _KNOWN[role]:
-        try:
-            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-            source = ast.parse(inspect.getsource(module))
-        except (ImportError, OSError):  # this Transformers does not have it, or not its source
-            continue
-        for node in ast.walk(source):
-            if isinstance(node, ast.ClassDef) and node.name == kind:
-                bodies |= {_text_of(f) for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward"}
-    return frozenset(bodies)
-
-
 def _knows(role: str, module: nn.Module) -> bool:
-    if "forward" in module.__dict__ or _hooked(module):
-        return False
-    try:
-        return _body(type(module).forward) in _known_bodies(role)
-    except (OSError, TypeError, SyntaxError):  # no source to look at
-        return False
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _plain_linear(module: Any, *, bias: bool | None = None) -> bool:
-    return (
-        type(module) in (nn.Linear, OneDnnLinear)
-        and "forward" not in module.__dict__
-        and not _hooked(module)
-        and module.weight.is_contiguous()
-        and (bias is None or (module.bias is not None) == bias)
-    )
+    return runs_as(module, _KNOWN[role]) and not hooked(module)
 
 
 @dataclass(frozen=True)
@@ -205,9 +140,9 @@ def _recognise(module: Any, calls: list[LayerCall]) -> _Layer | None:
         return None
     bias = attention.q_proj.bias is not None
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    if not all(_plain_linear(p, bias=bias) for p in projections) or not _plain_linear(attention.o_proj):
+    if not all(plain_linear(p, bias=bias) for p in projections) or not plain_linear(attention.o_proj):
         return None
-    if not all(_plain_linear(p, bias=False) for p in (mlp.gate_proj, mlp.up_proj)) or not _plain_linear(mlp.down_proj):
+    if not all(plain_linear(p, bias=False) for p in (mlp.gate_proj, mlp.up_proj)) or not plain_linear(mlp.down_proj):
         return None
     if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
         return None
