@@ -81,6 +81,19 @@ def test_graph_equals_eager_bit_for_bit(family: str) -> None:
     assert checked == 11
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_mixtures_of_experts_run_as_graphs(family: str) -> None:
+    """In bfloat16, where Transformers' grouped product needs nothing of the CPU; in float32 it does."""
+    model = build(family).cuda().bfloat16()
+    model.set_experts_implementation("grouped_mm")
+    params = flatbed.SamplingParams(max_new_tokens=12, ignore_eos=True)
+    with flatbed.Engine(model) as engine:
+        outputs = engine.generate(_prompts(1, (5, 9, 33)), params)
+        assert [len(output.token_ids) for output in outputs] == [12] * 3
+        assert engine._steps._graphs.refused is None
+        assert len(engine._steps._graphs) == 1
+
+
 def test_bfloat16_logprobs_are_within_the_models_own_spread() -> None:
     model = build("qwen2").cuda().bfloat16()
     prompts = _prompts(2, (20, 35, 50, 64, 90, 128, 11, 30))

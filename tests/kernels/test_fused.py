@@ -7,12 +7,14 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("the package triton is not installed", allow_module_level=True)
@@ -21,14 +23,19 @@ if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a CUDA device is there: set TRITON_INTERPRET=1 to run the interpreter", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
+from compile_kernels import compiled
 from families import VOCABULARY, build, reference
+from transformers.activations import ACT2FN
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 import flatbed
 from flatbed.attention.base import Availability
 from flatbed.attention.triton import TritonAttention
 from flatbed.memory.pool import LayerCache
 from flatbed.model import cuda_ops as ops
+from flatbed.model.fused_modules import fuse_modules
 from flatbed.model.fusions import Linear
 from flatbed.sampling.device import draw
 
@@ -39,6 +46,10 @@ DTYPES = (torch.float32, torch.float16)
 def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
     tolerance = TOLERANCE[expected.dtype]
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_the_kernels_compile(tmp_path: Path) -> None:
+    assert compiled("fused", tmp_path) == 15
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,6 +66,45 @@ def test_add_norm(dtype: torch.dtype, size: int) -> None:
         normed, summed = ops.add_norm(x, None, norm.weight, 1e-6)
         assert summed is x
         _close(normed, norm(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "norm"),
+    [
+        (ops.Norm.ROUNDED_FIRST, LlamaRMSNorm),
+        (ops.Norm.ROUNDED_LAST, Olmo2RMSNorm),
+        (ops.Norm.ADDED_TO_ONE, Gemma2RMSNorm),
+    ],
+)
+def test_norms_of_each_kind(dtype: torch.dtype, kind: ops.Norm, norm: Any) -> None:
+    """To the bit but for the sum, whose order is another; what is rounded where decides in float16."""
+    torch.manual_seed(0)
+    module = norm(72, 1e-6).to(dtype)
+    torch.nn.init.normal_(module.weight)
+    x = 3 * torch.randn(40, 72, dtype=dtype)
+    with torch.no_grad():
+        got, expected = ops.add_norm(x, None, module.weight, 1e-6, kind)[0], module(x)
+    _close(got, expected)
+    assert (got == expected).float().mean() > (0.99 if dtype == torch.float16 else 0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 130])
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh", "gelu"])
+def test_gates_of_each_activation(dtype: torch.dtype, rows: int, name: str) -> None:
+    torch.manual_seed(0)
+    x = 8 * torch.randn(rows, 72, dtype=dtype)
+    gate, up = (Linear(torch.randn(100, 72, dtype=dtype) / 8, None) for _ in range(2))
+    act = ACT2FN[name]
+    kind = {"silu": ops.Activation.SILU, "gelu_pytorch_tanh": ops.Activation.GELU_TANH, "gelu": ops.Activation.GELU}
+    expected = act(F.linear(x.float(), gate.weight.float())) * F.linear(x.float(), up.weight.float())
+    tolerance = TOLERANCE[dtype]
+    got = ops.gated(x, gate, up, kind[name])
+    torch.testing.assert_close(got, expected.to(dtype), atol=8 * tolerance, rtol=2 * tolerance)
+    wide = torch.tensor([-60.0, -9.0, -0.0, 0.0, 9.0, 60.0], dtype=dtype)
+    far = ops.activated_product(wide, torch.ones_like(wide), kind[name])
+    torch.testing.assert_close(far, act(wide), atol=1e-6, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -190,6 +240,50 @@ def test_fused_decoder_equals_generate(family: str, monkeypatch: pytest.MonkeyPa
         assert engine._runner.fusions["decoder-layer"] == 2
         outputs = engine.generate(prompts, flatbed.SamplingParams(max_new_tokens=6, ignore_eos=True))
     assert [o.token_ids for o in outputs] == [reference(model, prompt, 6) for prompt in prompts]
+
+
+# Norms: two of the attention's heads, two or four of a layer, and the last.
+@pytest.mark.parametrize(("family", "norms", "mlps"), [("gemma3", 2 * 6 + 1, 2), ("olmo2", 2 * 4 + 1, 2)])
+def test_norms_and_mlps_of_other_decoders(family: str, norms: int, mlps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttention, "availability", classmethod(lambda cls, device: Availability(True, "a test")))
+    model = build(family)
+    prompts = [[5, 6, 7], [9]]
+    with flatbed.Engine(model, attention="triton", block_size=16, capacity="64 blocks") as engine:
+        fusions = engine._runner.fusions
+        assert (fusions["decoder-layer"], fusions["rms-norm"], fusions["gated-mlp"]) == (0, norms, mlps)
+        outputs = engine.generate(prompts, flatbed.SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert [o.token_ids for o in outputs] == [reference(model, prompt, 3) for prompt in prompts]
+
+
+@pytest.mark.parametrize("what", ["rows", "dtype", "autocast", "hook", "activation", "patched"])
+def test_modules_run_as_written_where_the_kernels_are_not_for_them(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these gives what the module itself gives, by whichever way."""
+    torch.manual_seed(0)
+    model = build("gemma3").half()
+    layer = model.model.layers[0]
+    mlp, norm = layer.mlp, layer.input_layernorm
+    x = torch.randn(1, 6, 48, dtype=torch.float16)
+    if what == "rows":
+        x = torch.randn(1, 6, 96, dtype=torch.float16)[..., :48]  # a stride of two rows
+    elif what == "dtype":
+        norm.float()
+        mlp.float()
+    elif what == "hook":
+        mlp.act_fn.register_forward_hook(lambda module, args, out: 2 * out)
+    elif what == "activation":
+        mlp.act_fn = torch.nn.Tanh()
+    elif what == "patched":
+        monkeypatch.setattr(type(norm), "_norm", lambda self, x: x)
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast")
+    with torch.no_grad(), mixed:
+        into = x.float() if what == "dtype" else x
+        expected = norm(x), mlp(into)
+        counts = fuse_modules(layer)
+        assert counts["gated-mlp"] == (what not in ("hook", "activation"))
+        assert (counts["rms-norm"] > 0) is (what != "patched")
+        for got, wanted in zip((norm(x), mlp(into)), expected, strict=True):
+            assert got.dtype == wanted.dtype
+            torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("change", ["hook", "bias", "forward", "family"])

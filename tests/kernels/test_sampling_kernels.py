@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a CUDA device is there: set TRITON_INTERPRET=1 to run the interpreter", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
+from compile_kernels import compiled
 from drawing import Rows, check, processed, random_params, random_rows
 from families import VOCABULARY, build
 from transformers import GenerationConfig
@@ -40,14 +40,7 @@ Params = flatbed.SamplingParams
 
 
 def test_the_kernels_compile(tmp_path: Path) -> None:
-    """The interpreter lets pass what the compiler refuses, or would compute in float64."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parent / "compile_sampling.py"
-    run = subprocess.run(
-        [sys.executable, str(script)], env={**env, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("compiled") == 8
+    assert compiled("sampling", tmp_path) == 8
 
 
 # ---- against Transformers' processors and the torch sampler ----------------------------------------------------------

@@ -5,7 +5,7 @@
       x, residual ─▶ add_norm ─▶ products (q, k, v) ─▶ rotate_write ─▶ attention ─▶ o_proj ─┐
                        ▲                               (K, V → pool)                        │
                        │                                                                    ▼
-      next layer ◀─ down_proj ◀─ gated (silu(gate) * up, both products) ◀──────────────── add_norm
+      next layer ◀─ down_proj ◀─ gated (activation(gate) * up, both products) ◀──────────────── add_norm
 
 With PDL (programmatic dependent launch, Hopper) a kernel is launched while the one before it still runs, and waits for
 its results by itself: what a launch costs is then hidden.
@@ -15,16 +15,38 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# How a weight comes into an RMSNorm: as LlamaRMSNorm has it (what is normalised is rounded first), as Olmo2RMSNorm
+# (rounded once, at the end), or as GemmaRMSNorm (likewise, and one is added to the weight).
+ROUNDED_FIRST: tl.constexpr = tl.constexpr(0)
+ROUNDED_LAST: tl.constexpr = tl.constexpr(1)
+ADDED_TO_ONE: tl.constexpr = tl.constexpr(2)
+
+# What a gate goes through.
+SILU: tl.constexpr = tl.constexpr(0)
+GELU_TANH: tl.constexpr = tl.constexpr(1)
+GELU: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    """An activation of float32 numbers."""
+    if KIND == SILU:
+        return x / (1.0 + tl.exp(-x))
+    if KIND == GELU_TANH:  # tanh(y) = 1 - 2 / (1 + exp(2 y)), which no y makes overflow into NaN
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
+    return 0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))
+
 
 @triton.jit
 def add_norm_kernel(
     x, residual, weight, out, residual_out, size, part_stride, eps,
-    PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """residual_out = residual + x; out = weight * residual_out / rms(residual_out). A program per row of `size`.
 
     x is a row as it is (PARTS 0), or the sum of PARTS float32 partial products, part_stride apart. Rounded where a
-    matrix product and LlamaRMSNorm round: x, the sum, the normalised value, the result.
+    matrix product and an RMSNorm of this KIND round: x, the sum, perhaps the normalised value, the result.
     """
     if PDL:
         gdc_wait()
@@ -45,8 +67,12 @@ def add_norm_kernel(
         tl.store(residual_out + row * size + at, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    normed = (wide * scale).to(dtype).to(tl.float32)
+    normed = wide * scale
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if KIND == ROUNDED_FIRST:
+        normed = normed.to(dtype).to(tl.float32)
+    if KIND == ADDED_TO_ONE:
+        gain += 1.0
     tl.store(out + row * size + at, (normed * gain).to(dtype), mask=inside)
 
 
@@ -128,8 +154,10 @@ def rotate_write_kernel(
 
 
 @triton.jit
-def silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out = silu(gate) * up, elementwise over `count` numbers; rounded after silu, as torch does."""
+def activated_product_kernel(
+    gate, up, out, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """out = activation(gate) * up, elementwise over `count` numbers; rounded after the activation, as torch does."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -138,7 +166,7 @@ def silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr, PDL: tl.const
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    tl.store(out + at, ((g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32) * u).to(dtype), mask=inside)
+    tl.store(out + at, (_activate(g, ACTIVATION).to(dtype).to(tl.float32) * u).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -186,9 +214,9 @@ def products_kernel(
 @triton.jit
 def gated_kernel(
     x, gate_weight, up_weight, out, rows, size, width,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """out [rows, width] = silu(x times gate_weight transposed) * (x times up_weight transposed), for few rows."""
+    """out [rows, width] = activation(x times gate_weight transposed) * (x times up_weight transposed), for few rows."""
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if PDL:
         gdc_wait()
@@ -213,7 +241,7 @@ def gated_kernel(
     dtype = out.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    gate = _activate(gate, ACTIVATION).to(dtype).to(tl.float32)
     where = out + row[:, None] * width + column[None, :]
     tl.store(where, (gate * up).to(dtype), mask=in_rows[:, None] & in_columns[None, :])
 

@@ -46,7 +46,7 @@ _TABLE: tuple[tuple[str, str], ...] = (
     (WRITES, r"^(rotate_)?write_kernel|reshape_and_cache"),
     (PRODUCTS, r"^(products?|gated|partial_product)_kernel"),
     (SAMPLING, r"^(partials|draw|maxima|choose)_kernel"),
-    (REST, r"^(add_norm|silu_product|row_sum|checksum)_kernel"),
+    (REST, r"^(add_norm|activated_product|row_sum|checksum)_kernel"),
     (DECODE_ATTENTION, r"splitkv|batchdecode|flash_?decod|paged_attention_v[12]|mha_decode"),
     (PREFILL_ATTENTION, r"batchprefill"),
     (ATTENTION, r"flash|fmha|sdpa|scaled_dot_product|attention|attnfwd|_attn_|prepare_varlen"),

@@ -5,6 +5,7 @@ Sizes were measured on an H200 (benchmarks/NOTES.md).
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -36,8 +37,29 @@ def few_rows(x: torch.Tensor) -> bool:
     return x.dtype in _HALF and rows <= (FEW_ROWS if size <= _WIDE else _FEW_ROWS_WIDE)
 
 
+class Norm(IntEnum):
+    """How a weight comes into an RMSNorm; see kernels/fused.py."""
+
+    ROUNDED_FIRST = kernels.ROUNDED_FIRST.value
+    ROUNDED_LAST = kernels.ROUNDED_LAST.value
+    ADDED_TO_ONE = kernels.ADDED_TO_ONE.value
+
+
+class Activation(IntEnum):
+    """What a gate goes through: x sigmoid(x), or x times the normal distribution's function, approximated by tanh or
+    not."""
+
+    SILU = kernels.SILU.value
+    GELU_TANH = kernels.GELU_TANH.value
+    GELU = kernels.GELU.value
+
+
 def add_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    kind: Norm = Norm.ROUNDED_FIRST,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x (+ residual [T, size]) → (its RMSNorm times weight [size], the sum), both in the weight's dtype.
 
@@ -50,8 +72,8 @@ def add_norm(
     block = power_of_two(size)
     kernels.add_norm_kernel[(rows,)](
         x, x if residual is None else residual, weight, out, summed, size, x.stride(0), eps,
-        PARTS=parts, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(2, block // 256)),
-        **pdl(x.device),
+        PARTS=parts, HAS_RESIDUAL=residual is not None, KIND=int(kind), BLOCK=block,
+        num_warps=min(8, max(2, block // 256)), **pdl(x.device),
     )  # fmt: skip
     return out, summed
 
@@ -186,8 +208,8 @@ def _gated_shape(rows: int, size: int) -> tuple[int, int, int, int]:
     return (64, 64, 5, 4) if rows <= 64 else (64, 64, 4, 8)
 
 
-def gated(x: torch.Tensor, gate: Linear, up: Linear) -> torch.Tensor:
-    """silu(x gate) * (x up): x [T, size] → [T, width]. Neither product has a bias."""
+def gated(x: torch.Tensor, gate: Linear, up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
+    """activation(x gate) * (x up): x [T, size] → [T, width]. Neither product has a bias."""
     rows, size = x.shape
     width = gate.weight.shape[0]
     if few_rows(x):
@@ -195,18 +217,18 @@ def gated(x: torch.Tensor, gate: Linear, up: Linear) -> torch.Tensor:
         tile, depth, stages, warps = _gated_shape(rows, size)
         kernels.gated_kernel[(-(-width // tile),)](
             x, gate.weight, up.weight, out, rows, size, width,
-            ROWS=power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=warps, num_stages=stages,
-            **pdl(x.device),
+            ACTIVATION=int(activation), ROWS=power_of_two(rows, 16), TILE=tile, DEPTH=depth, num_warps=warps,
+            num_stages=stages, **pdl(x.device),
         )  # fmt: skip
         return out
-    return silu_product(F.linear(x, gate.weight), F.linear(x, up.weight))
+    return activated_product(F.linear(x, gate.weight), F.linear(x, up.weight), activation)
 
 
-def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, both contiguous and of the same shape."""
+def activated_product(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Activation.SILU) -> torch.Tensor:
+    """activation(gate) * up, both contiguous and of the same shape."""
     out = torch.empty_like(gate)
     block = 1024
-    kernels.silu_product_kernel[(-(-out.numel() // block),)](
-        gate, up, out, out.numel(), BLOCK=block, num_warps=4, **pdl(gate.device)
+    kernels.activated_product_kernel[(-(-out.numel() // block),)](
+        gate, up, out, out.numel(), ACTIVATION=int(activation), BLOCK=block, num_warps=4, **pdl(gate.device)
     )
     return out

@@ -4,7 +4,7 @@ A graph is captured when a step first needs it. Everything that changes from ste
 filled by one copy from pinned memory before the replay::
 
       inputs int32:  rows │ positions │ lengths │ slot blocks │ slot offsets │ temperature │ uniform │ tables
-                     └──────────────────────── [bucket] each, floats as bits ──────────────────────┘ [bucket, width]
+                     └────────────────── [bucket, or 4] each, floats as bits ──────────────────────┘ [bucket, width]
 
 Rows of the bucket that no sequence uses have length 0 and a negative slot block: they read and write nothing. Neither
 capture nor replay touches memory of capacity size.
@@ -36,6 +36,8 @@ from flatbed.model.interface import Session
 from flatbed.sampling.device import Redraw, draw
 from flatbed.sampling.sampler import UNPROCESSED
 
+# Numbers of 4 bytes that a field takes at least.
+_ALIGNED = 4
 _FIELDS = ("rows", "positions", "lengths", "slot_blocks", "slot_offsets", "temperature", "uniform")
 
 # Called with ids and positions int64 [1, n] and the rows that need logits int64 [n]; returns logits [n, vocabulary].
@@ -140,9 +142,11 @@ class DecodeGraph:
         self._block_size = block_size
         self._spare_row = len(last_tokens) - 1
         device = last_tokens.device
-        count = len(_FIELDS) * bucket
+        # Kernels are compiled for addresses that are multiples of 16 bytes, and anew for those that are not.
+        self._span = max(bucket, _ALIGNED)
+        count = len(_FIELDS) * self._span
         self._inputs = torch.zeros(count + bucket * width, dtype=torch.int32, device=device)
-        views = {name: self._inputs[i * bucket : (i + 1) * bucket] for i, name in enumerate(_FIELDS)}
+        views = {name: self._inputs[i * self._span :][:bucket] for i, name in enumerate(_FIELDS)}
         views["temperature"] = views["temperature"].view(torch.float32)
         views["uniform"] = views["uniform"].view(torch.float32)
         backend = make_backend(views, self._inputs[count:].view(bucket, width))
@@ -188,10 +192,10 @@ class DecodeGraph:
 
     def fill(self, step: StepRows) -> None:
         """Copies a step's inputs to the device; the rest of the bucket is made to do nothing."""
-        n, bucket = len(step.rows), self.bucket
+        n, count = len(step.rows), len(_FIELDS) * self._span
         staged = staging(self._inputs.shape, torch.int32, self._inputs.device)
         flat = staged.numpy()
-        fields = flat[: len(_FIELDS) * bucket].reshape(len(_FIELDS), bucket)
+        fields = flat[:count].reshape(len(_FIELDS), self._span)
         fields[:] = 0
         fields[0, n:] = self._spare_row
         fields[3, n:] = -1
@@ -204,7 +208,7 @@ class DecodeGraph:
             fields[4, :n] = step.positions % self._block_size
             fields[5, :n] = step.temperature.view(np.int32)
             fields[6, :n] = step.uniform.view(np.int32)
-            tables = flat[len(_FIELDS) * bucket :].reshape(bucket, self.width)
+            tables = flat[count:].reshape(self.bucket, self.width)
             tables[:n, : step.tables.shape[1]] = step.tables
         self._inputs.copy_(staged, non_blocking=True)
 

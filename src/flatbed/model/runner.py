@@ -117,8 +117,12 @@ class ModelRunner:
         ops = _operations(
             backend, next(self.model.parameters()), self.kv_dtype, deterministic=self._invariant is not None
         )
-        if ops is not None:
+        if ops is not None and "decoder-layer" not in self.fusions:  # the pool may be another, over the same shadow
             self.fusions["decoder-layer"] = fuse_decoder(self.shadow, self._session, self._calls, ops)
+            if not self.fusions["decoder-layer"] and backend.reads_pool and self._invariant is None:
+                from flatbed.model.fused_modules import fuse_modules
+
+                self.fusions |= fuse_modules(self.shadow)
 
     def unbind(self) -> None:
         """Lets go of the pool."""

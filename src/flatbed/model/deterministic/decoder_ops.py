@@ -28,7 +28,7 @@ def products(x: torch.Tensor, linears: tuple[Linear, Linear, Linear]) -> tuple[t
 
 def gated(x: torch.Tensor, gate: Linear, up: Linear) -> torch.Tensor:
     """silu(x gate) * (x up): x [T, size] → [T, width]."""
-    return cuda_ops.silu_product(product(x, gate), product(x, up))
+    return cuda_ops.activated_product(product(x, gate), product(x, up))
 
 
 # One token a program: the norm of a head is a sum, which threads could share otherwise among tiles of tokens.
