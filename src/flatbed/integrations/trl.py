@@ -38,9 +38,10 @@ from flatbed.sampling.random import derive_seed
 
 Logprobs = Literal["processed", "raw"]
 
-# Graphs of more bytes than this are not kept for the next generation, lest they take them from training. Those of a
-# model in mixed precision may be: they hold weights that are cast in every step.
-GRAPHS_KEPT = 100 * 2**20
+# What an engine may hold while a step is trained: training is to take no more than 100 MiB beyond what it takes without
+# generation, and the workspace that cuBLAS has for the stream of the graphs (32 MiB on an H200) stays with torch.
+# Graphs that are larger go, as those of a model in mixed precision do: they hold weights that are cast in every step.
+HELD_IN_TRAINING = (100 - 32) * 2**20
 # What is used of a trainer; the contract tests say where each is in TRL.
 _NEEDED = (
     "_generate",
@@ -205,7 +206,7 @@ class Rollouts:
             finally:
                 self._in_session = False
                 if self._engine is not None:
-                    self._engine.release(graphs=self._engine.memory().graphs > GRAPHS_KEPT)
+                    _make_room_for_training(self._engine)
 
     def close(self) -> None:
         """Frees the engine; the next generation would build another."""
@@ -296,6 +297,14 @@ def _in_one_session(generate: Callable[..., Any], rollouts: Rollouts) -> Callabl
             return generate(*args, **kwargs)
 
     return with_session
+
+
+def _make_room_for_training(engine: Engine) -> None:
+    """Gives the K/V memory back, and graphs too unless all that is held then is little."""
+    engine.release()
+    memory = engine.memory()
+    if memory.committed + memory.graphs > HELD_IN_TRAINING:
+        engine.release(graphs=True)
 
 
 def _raise_error(output: Output) -> None:
