@@ -20,6 +20,8 @@ from typing import Any
 
 # Imports and the CUDA context, from a disk that has not been read yet.
 STARTUP_S = 180.0
+# For a worker to end by itself.
+GOODBYE_S = 20.0
 
 Tell = Callable[[Any], None]
 Run = Callable[[Any, Tell], Any]
@@ -71,6 +73,7 @@ class Supervised:
             self._connection.send(job)
             outcome.failed = self._wait(outcome, "result", self._limit_s)
         if outcome.failed is not None:
+            self._process.kill()
             self.close()
         return outcome
 
@@ -93,12 +96,15 @@ class Supervised:
         return f"not done within {limit_s:.0f} s"
 
     def close(self) -> None:
-        """Ends the worker; the next job gets another."""
-        if self._process is not None:
+        """Ends the worker, which must have nothing to do; the next job gets another."""
+        if self._process is None:
+            return
+        self._connection.close()
+        self._process.join(GOODBYE_S)
+        if self._process.is_alive():
             self._process.kill()
             self._process.join()
-            self._connection.close()
-            self._process = self._connection = None
+        self._process = self._connection = None
 
 
 def _work(connection: Connection, prepare: Callable[[], Any], run: Run) -> None:

@@ -158,6 +158,7 @@ def make_trainer(job: Job, folder: str) -> Any:
         settings["transformers_continuous_batching_config"] = cache
     if job.rollouts == "flatbed-plain" and job.algorithm == "grpo":
         settings["vllm_importance_sampling_correction"] = False
+    more = {"flatbed": {"held": "32 GiB"}} if job.rollouts == "flatbed-held" else {}
     device = "cpu" if job.tiny else "cuda"
     model, _ = load("shape:tiny" if job.tiny else "shape:qwen2.5-0.5b", device, job.dtype, job.attention)
     return trainer_class(
@@ -166,6 +167,7 @@ def make_trainer(job: Job, folder: str) -> Any:
         reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
         train_dataset=make_prompts(max(2, job.steps * job.rows // job.generations)),
         processing_class=make_tokenizer(),
+        **more,
     )
 
 
@@ -203,8 +205,9 @@ def watch(trainer: Any, job: Job, tell: Any) -> Phases:
         ended = last[0] = now()
         phases.each_release_s.append(ended - start - (sum(phases.each_generation_s) - before))
         phases.generation_bytes = max(phases.generation_bytes, peak())
-        # Pools of graphs that are gone lie in torch's cache: what is held is no more than the engine's.
-        phases.graph_bytes = max(phases.graph_bytes, min(engine_bytes(), unused_in_graph_pools()))
+        if engine_bytes() > phases.graph_bytes:  # asked for rarely, because the answer takes long
+            # Pools of graphs that are gone lie in torch's cache: what is held is no more than the engine's.
+            phases.graph_bytes = max(phases.graph_bytes, min(engine_bytes(), unused_in_graph_pools()))
         tell(round(ended - start, 3))
         return result
 

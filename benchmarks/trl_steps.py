@@ -14,6 +14,7 @@ random weights. Each of `--rollouts` trains a fresh copy of it in turn:
     continuous-64   the same with `num_blocks=64`
     flatbed         flatbed.integrations.trl, with TRL's importance-sampling correction as in TRL's own default
     flatbed-plain   without that correction, which costs one more forward pass a step; `generate` has none either
+    flatbed-held    with graphs that stay, however large (`held`); for `--dtype float32`, where they are large
 
 `setup_s` builds the trainer, `seconds` is all of `trainer.train()`, `generation_s` what of it passes in TRL's
 `_generate_single_turn` (the first step's start-up, graphs and compilation included) and `release_s` in what surrounds
@@ -37,7 +38,7 @@ from typing import Any
 
 from supervised import Outcome, Supervised, Tell
 
-ARMS = ("none", "generate", "continuous", "continuous-64", "flatbed", "flatbed-plain")
+ARMS = ("none", "generate", "continuous", "continuous-64", "flatbed", "flatbed-plain", "flatbed-held")
 ROWS = 64
 # DESIGN.md, section 7: all five steps and generation in them, of 64 completions of 128 tokens; and training memory
 # beyond that of a run without generation.

@@ -78,7 +78,7 @@ def test_the_comparison_above_would_notice(fault: str, tmp_path: Path, monkeypat
     if fault == "an old cache":
         monkeypatch.setattr(Engine, "_follow_model", lambda self: None)
         monkeypatch.setattr(Engine, "_forget_old_weights", lambda self: False)
-        monkeypatch.setattr(Engine, "release", lambda self, graphs: None)
+        monkeypatch.setattr(Engine, "release", lambda self, *, graphs=False: None)
     else:
         monkeypatch.setattr(
             Rollouts, "_model", lambda self, frozen={}: frozen.setdefault(0, copy.deepcopy(tiny_model()))
