@@ -269,17 +269,22 @@ def plot(runs: list[dict[str, Any]], folder: Path) -> Path:
 
     figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     colours = {"flatbed": "tab:blue", "generate": "tab:orange"}
+    labels = {}
+    for rollouts in colours:
+        of_it = [run for run in runs if run["rollouts"] == rollouts]
+        seconds, generation = (
+            statistics.fmean(run[name] for run in of_it or runs) for name in ("seconds", "generation_s")
+        )
+        labels[rollouts] = f"{rollouts}: {seconds:.0f} s, of it generation {generation:.0f}"
     for run in runs:
         rewards, colour = rewards_of(run), colours[run["rollouts"]]
-        share = run["seconds"] / max(1, len(rewards))
-        label = (
-            f"{run['rollouts']}, seed {run['seed']}: {run['seconds']:.0f} s, of it generation {run['generation_s']:.0f}"
-        )
-        steps, seconds = range(1, len(rewards) + 1), [share * (at + 1) for at in range(len(rewards))]
-        for axes, across in ((by_step, steps), (by_time, seconds)):
-            axes.plot(across, rewards, color=colour, linewidth=0.5, alpha=0.5)
-            axes.plot(across, smooth(rewards), color=colour, label=label)
-    name = "SmolLM2-135M" if runs[0]["settings"]["model"] == "demo" else runs[0]["settings"]["model"]
+        share, label = run["seconds"] / max(1, len(rewards)), labels.pop(run["rollouts"], None)
+        for axes, across in ((by_step, 1.0), (by_time, share)):
+            at = [across * (step + 1) for step in range(len(rewards))]
+            axes.plot(at, rewards, color=colour, linewidth=0.5, alpha=0.5)
+            axes.plot(at, smooth(rewards), color=colour, label=label)
+    settings = runs[0]["settings"]
+    name = "a random model" if settings["tiny"] else {"demo": "SmolLM2-135M"}.get(settings["model"], settings["model"])
     by_step.set(xlabel="training step", ylabel="mean reward", ylim=(0, 1.05), title=f"GRPO on sums, {name}")
     by_time.set(xlabel="seconds of training", title=", ".join(sorted({run["machine"] for run in runs})))
     by_step.legend(loc="lower right", fontsize="small")
