@@ -90,30 +90,37 @@ def record(job: Job, outcome: Outcome, machine: str | None) -> dict[str, Any]:
     return {**row, "failed": outcome.failed} if outcome.failed is not None else {**row, **outcome.result}
 
 
+HEADS = ("model", "precision", "engine", "tokens", "mean difference", "99 %", "largest", "token ratio", "deviation")
+HEADS += ("completion ratio", "engine, trainer from float64: largest", "")
+
+
+def line(row: dict[str, Any]) -> str:
+    """A result as a row of the table."""
+    cells = [row["model"], row["precision"], row["engine"]]
+    if "failed" in row:
+        cells += [row["failed"]]
+    else:
+        difference, ratio, whole = row["difference"], row["ratio"], row["sequence_ratio"]
+        cells += [str(row["tokens"]), *(f"{difference[name]:.1e}" for name in ("mean", "p99", "max"))]
+        cells += [f"{ratio['min']:.4f} to {ratio['max']:.4f}", f"{ratio['deviation']:.1e}"]
+        cells += [f"{whole['min']:.3f} to {whole['max']:.3f}", from_float64(row), verdict(row)]
+    return f"| {' | '.join(cells)} |{' |' * (len(HEADS) - len(cells))}"
+
+
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
     results = report["results"]
     places = {(row["machine"], *row["versions"].items()) for row in results}
-    heads = ("model", "precision", "engine", "tokens", "mean difference", "99 %", "largest", "token ratio")
-    heads += ("deviation", "completion ratio", "engine, trainer from float64: largest", "")
-    lines = ["# Log-probabilities: the trainer's less the engine's", ""]
-    lines += [f"{place[0]}: {', '.join(' '.join(one) for one in place[1:])}." for place in sorted(places, key=str)]
-    lines += [
+    lines = [
+        "# Log-probabilities: the trainer's less the engine's",
+        "",
+        *(f"{place[0]}: {', '.join(' '.join(one) for one in place[1:])}." for place in sorted(places, key=str)),
         f"{results[0]['date']}; `{report['command']}`.",
         "",
-        f"| {' | '.join(heads)} |",
-        f"|{' --- |' * len(heads)}",
+        f"| {' | '.join(HEADS)} |",
+        f"|{' --- |' * len(HEADS)}",
+        *map(line, results),
     ]
-    for row in results:
-        cells = [row["model"], row["precision"], row["engine"]]
-        if "failed" in row:
-            cells += [row["failed"]]
-        else:
-            difference, ratio, whole = row["difference"], row["ratio"], row["sequence_ratio"]
-            cells += [str(row["tokens"]), *(f"{difference[name]:.1e}" for name in ("mean", "p99", "max"))]
-            cells += [f"{ratio['min']:.4f} to {ratio['max']:.4f}", f"{ratio['deviation']:.1e}"]
-            cells += [f"{whole['min']:.3f} to {whole['max']:.3f}", from_float64(row), verdict(row)]
-        lines.append(f"| {' | '.join(cells)} |{' |' * (len(heads) - len(cells))}")
     return "\n".join(lines) + "\n"
 
 
@@ -172,8 +179,8 @@ def main() -> None:
                 args.out.write_text(json.dumps(report, indent=1) + "\n")
                 args.out.with_suffix(".md").write_text(table(report))
             print(json.dumps(report["results"][-1]), flush=True)
+            print(line(report["results"][-1]), file=sys.stderr, flush=True)
     supervised.close()
-    print(table(report), file=sys.stderr)
 
 
 if __name__ == "__main__":

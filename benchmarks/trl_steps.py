@@ -160,16 +160,33 @@ def verdict(row: dict[str, Any], more: float | None) -> str:
     )
 
 
+HEADS = ("", "rollouts", "process", "seconds", "generation", "first", "kernels compiled", "training peak, GB")
+HEADS += ("over none, MiB", "")
+
+
+def line(row: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    """A result as a row of the table."""
+    masters = "" if row["dtype"] == "bfloat16" or row["tiny"] else f" {row['dtype']}"
+    case = f"{row['steps']} {row['algorithm'].upper()} {row['new_tokens']} x {row['generations']}{masters}"
+    cells = [case, row["rollouts"], "own" if row["alone"] else "shared, first" if row["fresh"] else "shared"]
+    if "failed" in row:
+        cells += [f"{row['failed']}, after {len(row['generations_until_then'])} generations"]
+    else:
+        more = more_mib(row, results)
+        cells += [f"{row[name]:.2f}" for name in ("seconds", "generation_s", "first_generation_s")]
+        cells += [str(row["kernels"]["compiled"]), f"{training_bytes(row) / 1e9:.2f}"]
+        cells += ["" if more is None else f"{more:+.0f}", verdict(row, more)]
+    return f"| {' | '.join(cells)} |{' |' * (len(HEADS) - len(cells))}"
+
+
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
     results = report["results"]
-    by_place = {(row["machine"], *row["versions"].items()) for row in results}
-    lines = ["# TRL steps", ""]
-    for place in sorted(by_place, key=str):
-        lines.append(f"{place[0]}: {', '.join(' '.join(one) for one in place[1:])}.")
-    heads = ("", "rollouts", "process", "seconds", "generation", "first", "kernels compiled", "training peak, GB")
-    heads += ("over none, MiB", "")
-    lines += [
+    places = {(row["machine"], *row["versions"].items()) for row in results}
+    lines = [
+        "# TRL steps",
+        "",
+        *(f"{place[0]}: {', '.join(' '.join(one) for one in place[1:])}." for place in sorted(places, key=str)),
         f"{min(row['date'] for row in results)} to {max(row['date'] for row in results)}.",
         "",
         *(f"    {command}" for command in report["commands"]),
@@ -177,22 +194,10 @@ def table(report: dict[str, Any]) -> str:
         f"Targets: {TARGETS['seconds']} s, of it generation {TARGETS['generation_s']} s, for 64 completions of 128 "
         f"tokens a step; training memory within {TARGETS['more_mib']} MiB of a run without generation.",
         "",
-        f"| {' | '.join(heads)} |",
-        f"|{' --- |' * len(heads)}",
+        f"| {' | '.join(HEADS)} |",
+        f"|{' --- |' * len(HEADS)}",
+        *(line(row, results) for row in results),
     ]
-    for row in results:
-        masters = "" if row["dtype"] == "bfloat16" or row["tiny"] else f" {row['dtype']}"
-        case = f"{row['steps']} {row['algorithm'].upper()} {row['new_tokens']} x {row['generations']}{masters}"
-        process = "own" if row["alone"] else "shared, first" if row["fresh"] else "shared"
-        cells = [case, row["rollouts"], process]
-        if "failed" in row:
-            cells += [f"{row['failed']}, after {len(row['generations_until_then'])} generations"]
-        else:
-            more = more_mib(row, results)
-            cells += [f"{row[name]:.2f}" for name in ("seconds", "generation_s", "first_generation_s")]
-            cells += [str(row["kernels"]["compiled"]), f"{training_bytes(row) / 1e9:.2f}"]
-            cells += ["" if more is None else f"{more:+.0f}", verdict(row, more)]
-        lines.append(f"| {' | '.join(cells)} |{' |' * (len(heads) - len(cells))}")
     return "\n".join(lines) + "\n"
 
 
@@ -227,11 +232,10 @@ def main() -> None:
             args.out.write_text(json.dumps(report, indent=1) + "\n")
             args.out.with_suffix(".md").write_text(table(report))
         print(json.dumps(row), flush=True)
+        print(line(row, results), file=sys.stderr, flush=True)
         if args.fresh:
             supervised.close()
     supervised.close()
-    if results:
-        print(table(report), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -220,6 +220,18 @@ def test_log_probabilities_are_those_of_the_trainers_own_forward(tmp_path: Path)
         assert [one for (one,) in given] == pytest.approx(row[: len(given)].tolist(), abs=1e-5)
 
 
+def test_a_deterministic_engine_gives_a_prompt_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    more = {"flatbed": {"deterministic": True}}
+    model = tiny_model(initializer_range=0.1)
+    trainer = make_trainer("grpo", tmp_path, on_flatbed=True, model=model, more=more, generation_kwargs=GREEDY)
+    assert trainer.flatbed.engine.config.deterministic
+    prompts = [byte_tokenizer()(f"{PROMPTS[0]} {'and on ' * at}")["input_ids"] for at in range(6)]
+    together = trainer.flatbed.generate(prompts, None, 1)
+    for at, prompt in enumerate(prompts):
+        alone = trainer.flatbed.generate([prompt], None, 1)
+        assert [part[0] for part in alone] == [part[at] for part in together]
+
+
 def test_rollouts_follow_the_seed_of_the_arguments_or_their_own(tmp_path: Path) -> None:
     def rolled(**kwargs: Any) -> list[list[list[int]]]:
         return train("grpo", tmp_path, on_flatbed=True, max_steps=2, temperature=2.0, **kwargs)[1].completions
