@@ -1,4 +1,7 @@
-"""What Flatbed relies on in TRL (1.7 to 1.16) and in accelerate: a change there fails the test that says what moved."""
+"""What Flatbed relies on in TRL (1.7 to 1.16) and in accelerate: a change there fails the test that says what moved.
+
+Another version is looked at with its folder (`pip install --no-deps --target FOLDER trl==1.7.0`) in PYTHONPATH.
+"""
 
 from __future__ import annotations
 
