@@ -2,7 +2,8 @@
 
     python benchmarks/trl_steps.py --out OUT.json                     # GRPO, 64 completions of 128 tokens, 8 a prompt
     python benchmarks/trl_steps.py --cases grpo:128:8,rloo:128:8,grpo:512:8,grpo:128:32 --rollouts none,flatbed
-    python benchmarks/trl_steps.py --tiny                             # two layers, on the CPU, in seconds
+    python benchmarks/trl_steps.py --fresh --rollouts none,flatbed    # each run in a process of its own
+    python benchmarks/trl_steps.py --tiny --rollouts all              # two layers, on the CPU, in a minute or two
 
 A case is an algorithm, the new tokens, and the completions of each prompt. The model has the shape of Qwen2.5-0.5B and
 random weights. Each of `--rollouts` trains a fresh copy of it in turn:
@@ -13,217 +14,194 @@ random weights. Each of `--rollouts` trains a fresh copy of it in turn:
     continuous-64   the same with `num_blocks=64`
     flatbed         flatbed.integrations.trl, with TRL's importance-sampling correction as in TRL's own default
     flatbed-plain   without that correction, which costs one more forward pass a step; `generate` has none either
+    flatbed-held    with graphs that stay, however large (`held`); for `--dtype float32`, where they are large
 
 `setup_s` builds the trainer, `seconds` is all of `trainer.train()`, `generation_s` what of it passes in TRL's
 `_generate_single_turn` (the first step's start-up, graphs and compilation included) and `release_s` in what surrounds
-it: tokenizing, decoding, and giving memory back. Memory is the most that torch had allocated in each phase, and with
-Flatbed what its pool had committed besides.
+it: tokenizing, decoding, and giving memory back. The first run of a process pays for torch's own start as well, and the
+first on a machine for compiling kernels: `fresh` and `kernels` say so. Memory: see trl_arms.py.
+
+Runs share a process until one fails, which is a result too. OUT.json, and OUT.md beside it, are written after each run;
+what OUT.json has is not run again (failures are), so that a sitting can be continued.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import random
 import sys
-import tempfile
-import time
-import warnings
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-import trl
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from supervised import Outcome, Supervised, Tell
 
-from flatbed.integrations import trl as ours
-from flatbed.lab.models import load
-
-WORDS = 250
+ARMS = ("none", "generate", "continuous", "continuous-64", "flatbed", "flatbed-plain", "flatbed-held")
 ROWS = 64
-ARMS = ("none", "generate", "continuous", "continuous-64", "flatbed", "flatbed-plain")
-# DESIGN.md, section 7: all five steps, and generation in them.
-TARGETS = {"seconds": 2.5, "generation_s": 1.2}
+# DESIGN.md, section 7: all five steps and generation in them, of 64 completions of 128 tokens; and training memory
+# beyond that of a run without generation.
+TARGETS = {"seconds": 2.5, "generation_s": 1.2, "more_mib": 100}
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is trained: `grpo` or `rloo`, completions of how many tokens, how many of each prompt."""
+class Job:
+    """What is trained, and by which way to generate.
+
+    Attributes:
+        algorithm: grpo or rloo.
+        new_tokens, generations: tokens of a completion, completions of a prompt.
+        rollouts: one of ARMS.
+        steps, rows: training steps, completions of each.
+        dtype, attention: of the model.
+        checkpointing: gradient checkpointing.
+        tiny: a model of two layers, on the CPU.
+        alone: in a process of its own.
+    """
 
     algorithm: str
     new_tokens: int
     generations: int
+    rollouts: str
+    steps: int
+    rows: int
+    dtype: str
+    attention: str
+    checkpointing: bool
+    tiny: bool
+    alone: bool
 
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        algorithm, new_tokens, generations = text.split(":")
+
+def prepare() -> str:
+    import trl_arms
+
+    return trl_arms.prepare()
+
+
+def run(job: Job, tell: Tell) -> dict[str, Any]:
+    import trl_arms
+
+    return trl_arms.run(job, tell)
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    arms = ARMS if args.rollouts == "all" else args.rollouts.split(",")
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if unknown:
+        raise SystemExit(f"unknown rollouts {', '.join(unknown)}; known: {', '.join(ARMS)}")
+    found = []
+    for case in args.cases.split(","):
+        algorithm, new_tokens, generations = case.split(":")
         if algorithm not in ("grpo", "rloo"):
             raise SystemExit(f"unknown algorithm {algorithm!r}; known: grpo, rloo")
-        return cls(algorithm, int(new_tokens), int(generations))
-
-
-@dataclass
-class Phases:
-    """Times and memory of one training run, taken around each generation.
-
-    Attributes:
-        each_generation_s, each_release_s: seconds of each step.
-        generation_bytes, training_bytes: the most that torch had allocated in any generation, and outside of them.
-        pool_bytes: the most that Flatbed's pool and graphs had beside that, in a generation.
-        left_bytes: what of it is left outside of generations.
-    """
-
-    each_generation_s: list[float] = field(default_factory=list)
-    each_release_s: list[float] = field(default_factory=list)
-    generation_bytes: int = 0
-    training_bytes: int = 0
-    pool_bytes: int = 0
-    left_bytes: int = 0
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def peak() -> int:
-    """The most that torch had allocated since this was last asked."""
-    if not torch.cuda.is_available():
-        return 0
-    found = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+        for arm in arms:
+            found.append(
+                Job(
+                    algorithm, int(new_tokens) // 8 if args.tiny else int(new_tokens), int(generations), arm,
+                    args.steps, max(16, int(generations)) if args.tiny else ROWS,
+                    "float32" if args.tiny else args.dtype, args.attention, args.checkpointing, args.tiny,
+                    args.fresh,
+                )
+            )  # fmt: skip
     return found
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each of a few words; other ids of the model's vocabulary decode to nothing."""
-    vocabulary = {"<eos>": 0, "<pad>": 1, **{f"w{at}": at + 2 for at in range(WORDS)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-
-
-def make_prompts(count: int) -> Dataset:
-    """Prompts of 16 to 64 tokens."""
-    draw = random.Random(0)
-    texts = [" ".join(f"w{draw.randrange(WORDS)}" for _ in range(draw.randrange(16, 65))) for _ in range(count)]
-    return Dataset.from_list([{"prompt": text} for text in texts])
-
-
-def make_trainer(arm: str, case: Case, args: argparse.Namespace, folder: str) -> Any:
-    on_flatbed = arm.startswith("flatbed")
-    algorithm = case.algorithm.upper()
-    trainer_class = getattr(ours if on_flatbed else trl, f"{algorithm}Trainer")
-    settings: dict[str, Any] = {
-        "output_dir": folder,
-        "max_steps": args.steps,
-        "per_device_train_batch_size": args.rows,
-        "num_generations": case.generations,
-        "max_completion_length": case.new_tokens,
-        "learning_rate": 1e-6,
-        "beta": 0.0,  # RLOO's default would have a reference model, and so one more forward pass
-        "bf16": not args.tiny,
-        "use_cpu": args.tiny,
-        "gradient_checkpointing": args.checkpointing,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
+def record(job: Job, outcome: Outcome, machine: str | None) -> dict[str, Any]:
+    row = {
+        **asdict(job),
+        "machine": machine,
+        "versions": {name: version(name) for name in ("torch", "transformers", "trl", "accelerate")},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "fresh": outcome.fresh,
     }
-    if arm.startswith("continuous"):
-        settings["use_transformers_continuous_batching"] = True
-        if arm == "continuous-64":
-            settings["transformers_continuous_batching_config"] = {"num_blocks": 64}
-    if arm == "flatbed-plain" and case.algorithm == "grpo":
-        settings["vllm_importance_sampling_correction"] = False
-    device = "cpu" if args.tiny else "cuda"
-    model, _ = load("shape:tiny" if args.tiny else "shape:qwen2.5-0.5b", device, args.dtype, args.attention)
-    return trainer_class(
-        model=model.train(),
-        args=getattr(trl, f"{algorithm}Config")(**settings),
-        reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
-        train_dataset=make_prompts(args.steps * args.rows // case.generations),
-        processing_class=make_tokenizer(),
+    if outcome.failed is not None:
+        return {**row, "failed": outcome.failed, "generations_until_then": outcome.told}
+    return {**row, **outcome.result}
+
+
+def same_run(row: dict[str, Any], job: Job) -> bool:
+    return all(row.get(name) == value for name, value in asdict(job).items())
+
+
+# ---- what it comes to ------------------------------------------------------------------------------------------------
+
+
+def training_bytes(row: dict[str, Any]) -> int:
+    """All that is in use on the device at the peak of training."""
+    return row["training_bytes"] + row["graph_bytes"] + row["outside_bytes"]
+
+
+def more_mib(row: dict[str, Any], results: list[dict[str, Any]]) -> float | None:
+    """Training memory beyond that of the same training without generation; None where that was not run alike."""
+    names = ["machine", *(name for name in Job.__dataclass_fields__ if name not in ("rollouts", "alone"))]
+    bases = [
+        other
+        for other in results
+        if other["rollouts"] == "none" and "failed" not in other and all(other[name] == row[name] for name in names)
+    ]
+    # One in the same kind of process comes first: in a shared one, what the runs before have loaded counts as well.
+    bases.sort(key=lambda other: other["alone"] != row["alone"])
+    return (training_bytes(row) - training_bytes(bases[0])) / 2**20 if bases and training_bytes(bases[0]) else None
+
+
+def verdict(row: dict[str, Any], more: float | None) -> str:
+    """Against the targets, for Flatbed's runs of what the targets are about."""
+    if "failed" in row or row["tiny"] or not row["rollouts"].startswith("flatbed"):
+        return ""
+    found = {"more_mib": more}
+    if (row["new_tokens"], row["rows"], row["steps"], row["dtype"]) == (128, ROWS, 5, "bfloat16"):
+        found |= {name: row[name] for name in ("seconds", "generation_s")}
+    names = {"seconds": "steps", "generation_s": "generation", "more_mib": "memory"}
+    return ", ".join(
+        f"{names[name]} {'met' if value <= TARGETS[name] else 'missed'}"
+        for name, value in found.items()
+        if value is not None
     )
 
 
-def watch(trainer: Any, case: Case, *, made_up: bool) -> Phases:
-    """Puts a stopwatch around the trainer's generation; `made_up`: and random completions in its place."""
-    phases = Phases()
-    turn, generate = trainer._generate_single_turn, trainer._generate
-    draw = random.Random(1)
-
-    def make_up(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
-        completions = [[draw.randrange(2, WORDS) for _ in range(case.new_tokens)] for _ in prompt_ids]
-        return (completions, None) if case.algorithm == "grpo" else completions
-
-    def engine_bytes() -> int:
-        if not hasattr(trainer, "flatbed") or trainer.flatbed.engine is None:
-            return 0
-        memory = trainer.flatbed.engine.memory()
-        return memory.committed + memory.graphs
-
-    def timed_turn(*given: Any, **named: Any) -> Any:
-        start = now()
-        result = (make_up if made_up else turn)(*given, **named)
-        phases.each_generation_s.append(now() - start)
-        phases.pool_bytes = max(phases.pool_bytes, engine_bytes())
-        return result
-
-    def timed_generate(*given: Any, **named: Any) -> Any:
-        phases.training_bytes = max(phases.training_bytes, peak())
-        start, before = now(), sum(phases.each_generation_s)
-        result = generate(*given, **named)
-        ended = now()
-        phases.each_release_s.append(ended - start - (sum(phases.each_generation_s) - before))
-        phases.generation_bytes = max(phases.generation_bytes, peak())
-        phases.left_bytes = max(phases.left_bytes, engine_bytes())
-        return result
-
-    trainer._generate_single_turn, trainer._generate = timed_turn, timed_generate
-    return phases
+HEADS = ("", "rollouts", "process", "seconds", "generation", "first", "kernels compiled", "training peak, GB")
+HEADS += ("over none, MiB", "")
 
 
-def run(arm: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        start = now()
-        trainer = make_trainer(arm, case, args, folder)
-        setup = now() - start
-        phases = watch(trainer, case, made_up=arm == "none")
-        peak()
-        start = now()
-        trainer.train()
-        seconds = now() - start
-        phases.training_bytes = max(phases.training_bytes, peak())
-    lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "reward" in entry]
-    sampling = {
-        name: [entry[name] for entry in trainer.state.log_history if name in entry]
-        for name in ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean")
-    }
-    if hasattr(trainer, "flatbed"):
-        trainer.flatbed.close()
-    return {
-        **asdict(case),
-        "rollouts": arm,
-        "setup_s": round(setup, 3),
-        "seconds": round(seconds, 3),
-        "generation_s": round(sum(phases.each_generation_s), 3),
-        "first_generation_s": round(phases.each_generation_s[0], 3),
-        "release_s": round(sum(phases.each_release_s), 3),
-        "mean_completion": sum(lengths) / max(1, len(lengths)),
-        **{name: values for name, values in sampling.items() if values},
-        **asdict(phases),
-    }
+def line(row: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    """A result as a row of the table."""
+    masters = "" if row["dtype"] == "bfloat16" or row["tiny"] else f" {row['dtype']}"
+    case = f"{row['steps']} {row['algorithm'].upper()} {row['new_tokens']} x {row['generations']}{masters}"
+    cells = [case, row["rollouts"], "own" if row["alone"] else "shared, first" if row["fresh"] else "shared"]
+    if "failed" in row:
+        cells += [f"{row['failed']}, after {len(row['generations_until_then'])} generations"]
+    else:
+        more = more_mib(row, results)
+        cells += [f"{row[name]:.2f}" for name in ("seconds", "generation_s", "first_generation_s")]
+        cells += [str(row["kernels"]["compiled"]), f"{training_bytes(row) / 1e9:.2f}"]
+        cells += ["" if more is None else f"{more:+.0f}", verdict(row, more)]
+    return f"| {' | '.join(cells)} |{' |' * (len(HEADS) - len(cells))}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    results = report["results"]
+    places = {(row["machine"], *row["versions"].items()) for row in results}
+    lines = [
+        "# TRL steps",
+        "",
+        *(f"{place[0]}: {', '.join(' '.join(one) for one in place[1:])}." for place in sorted(places, key=str)),
+        f"{min(row['date'] for row in results)} to {max(row['date'] for row in results)}.",
+        "",
+        *(f"    {command}" for command in report["commands"]),
+        "",
+        f"Targets: {TARGETS['seconds']} s, of it generation {TARGETS['generation_s']} s, for 64 completions of 128 "
+        f"tokens a step; training memory within {TARGETS['more_mib']} MiB of a run without generation.",
+        "",
+        f"| {' | '.join(HEADS)} |",
+        f"|{' --- |' * len(HEADS)}",
+        *(line(row, results) for row in results),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="grpo:128:8", help="ALGORITHM:NEW_TOKENS:COMPLETIONS of a prompt, by commas")
     parser.add_argument("--rollouts", default="none,generate,continuous-64,flatbed", help="in this order, or `all`")
@@ -231,60 +209,33 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the weights; float32 ones are trained under autocast")
     parser.add_argument("--attention", default="sdpa", help="of the model, and so of training")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--fresh", action="store_true", help="a process for each run")
+    parser.add_argument("--again", action="store_true", help="also what OUT.json has")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds that a run may take")
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, on the CPU")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.rows = ROWS
-    if args.tiny:
-        args.dtype, args.rows = "float32", 16
-    # On a CPU, half of the memory for Transformers' cache takes minutes a step.
-    every = tuple(arm for arm in ARMS if not (args.tiny and arm == "continuous"))
-    arms = every if args.rollouts == "all" else tuple(args.rollouts.split(","))
-    unknown = [arm for arm in arms if arm not in ARMS]
-    if unknown:
-        raise SystemExit(f"unknown rollouts {', '.join(unknown)}; known: {', '.join(ARMS)}")
-    if not args.tiny:
-        torch.ones(1, device="cuda").sum().item()  # the CUDA context is nobody's start-up
-    results: list[dict[str, Any]] = []
-    for case in map(Case.parse, args.cases.split(",")):
-        if args.tiny:
-            case = replace(case, new_tokens=min(case.new_tokens, 12))
-        alone = None
-        for arm in arms:
-            row = run(arm, case, args)
-            results.append(row)
-            alone = row if arm == "none" else alone
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            print_row(row, alone)
-    report = {
-        "benchmark": "trl_steps",
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {name: version(name) for name in ("torch", "transformers", "trl", "accelerate")},
-        "arguments": {name: str(value) for name, value in vars(args).items() if name != "out"},
-        "targets": TARGETS,
-        "results": results,
-    }
-    if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps([[row["rollouts"], row["seconds"], row["generation_s"]] for row in results]))
-
-
-def print_row(row: dict[str, Any], alone: dict[str, Any] | None) -> None:
-    """One line, with training memory beside that of a run without generation where there was one."""
-    beside = ""
-    if alone is not None:
-        more = row["training_bytes"] + row["left_bytes"] - alone["training_bytes"]
-        beside = f", training {more / 2**20:+.0f} MiB"
-    case = f"{row['algorithm']} {row['new_tokens']:4d} x {row['generations']:2d} {row['rollouts']:14s}"
-    print(
-        f"{case} {row['seconds']:8.2f} s, generation {row['generation_s']:7.2f} "
-        f"(first {row['first_generation_s']:.2f}), setup {row['setup_s']:.2f}; peak "
-        f"{max(row['training_bytes'], row['generation_bytes'] + row['pool_bytes']) / 1e9:.1f} GB{beside}",
-        file=sys.stderr,
-        flush=True,
-    )
+    report: dict[str, Any] = {"benchmark": "trl_steps", "targets": TARGETS, "commands": [], "results": []}
+    if args.out is not None and args.out.is_file():
+        report |= json.loads(args.out.read_text())
+    shown = [given if given != str(args.out) else args.out.name for given in sys.argv[1:]]
+    report["commands"].append(" ".join(["python benchmarks/trl_steps.py", *shown]))
+    results = report["results"]
+    supervised = Supervised(prepare, run, args.limit)
+    for job in jobs(args):
+        if not args.again and any(same_run(row, job) and "failed" not in row for row in results):
+            continue
+        outcome = supervised(job)
+        row = record(job, outcome, supervised.prepared)
+        results[:] = [old for old in results if not (same_run(old, job) and "failed" in old)] + [row]
+        if args.out is not None:
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+            args.out.with_suffix(".md").write_text(table(report))
+        print(json.dumps(row), flush=True)
+        print(line(row, results), file=sys.stderr, flush=True)
+        if args.fresh:
+            supervised.close()
+    supervised.close()
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_the_comparison_above_would_notice(fault: str, tmp_path: Path, monkeypat
     if fault == "an old cache":
         monkeypatch.setattr(Engine, "_follow_model", lambda self: None)
         monkeypatch.setattr(Engine, "_forget_old_weights", lambda self: False)
-        monkeypatch.setattr(Engine, "release", lambda self, graphs: None)
+        monkeypatch.setattr(Engine, "release", lambda self, *, graphs=False: None)
     else:
         monkeypatch.setattr(
             Rollouts, "_model", lambda self, frozen={}: frozen.setdefault(0, copy.deepcopy(tiny_model()))
@@ -218,6 +218,18 @@ def test_log_probabilities_are_those_of_the_trainers_own_forward(tmp_path: Path)
         theirs = trainer._get_per_token_logps_and_entropies(trainer.model, torch.tensor(rows), mask, NEW)[0]
     for row, given in zip(theirs, logprobs, strict=True):
         assert [one for (one,) in given] == pytest.approx(row[: len(given)].tolist(), abs=1e-5)
+
+
+def test_a_deterministic_engine_gives_a_prompt_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    more = {"flatbed": {"deterministic": True}}
+    model = tiny_model(initializer_range=0.1)
+    trainer = make_trainer("grpo", tmp_path, on_flatbed=True, model=model, more=more, generation_kwargs=GREEDY)
+    assert trainer.flatbed.engine.config.deterministic
+    prompts = [byte_tokenizer()(f"{PROMPTS[0]} {'and on ' * at}")["input_ids"] for at in range(6)]
+    together = trainer.flatbed.generate(prompts, None, 1)
+    for at, prompt in enumerate(prompts):
+        alone = trainer.flatbed.generate([prompt], None, 1)
+        assert [part[0] for part in alone] == [part[at] for part in together]
 
 
 def test_rollouts_follow_the_seed_of_the_arguments_or_their_own(tmp_path: Path) -> None:

@@ -346,15 +346,20 @@ def test_a_model_in_training_under_trl_generates_as_in_eval_mode(tmp_path: Path)
     assert ours == theirs
 
 
-@pytest.mark.parametrize(("size", "kept"), [(99, True), (101, False)])
-def test_large_graphs_are_let_go_with_the_cache(
-    size: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("graphs", "chunks", "held", "kept"),
+    [(67, 0, None, True), (69, 0, None, False), (40, 32, None, False), (999, 0, "1 GiB", True)],
+)
+def test_what_is_held_in_training_is_little(
+    graphs: int, chunks: int, held: str | None, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are no graphs on a CPU: what is looked at is that they are dropped, by their size alone."""
-    trainer = make_trainer("grpo", tmp_path, on_flatbed=True)
+    """There are no graphs on a CPU: what is looked at is that they are dropped, by the sizes (in MiB) alone."""
+    more = {} if held is None else {"flatbed": {"held": held}}
+    trainer = make_trainer("grpo", tmp_path, on_flatbed=True, more=more)
     engine, dropped = trainer.flatbed.engine, []
-    report = engine.memory()
-    monkeypatch.setattr(engine, "memory", lambda: dataclasses.replace(report, graphs=size * 2**20))
+    sizes = {"graphs": graphs * 2**20, "committed": chunks * 2**20}
+    report = dataclasses.replace(engine.memory(), **sizes)
+    monkeypatch.setattr(engine, "memory", lambda: report)
     monkeypatch.setattr(engine._steps, "reset", lambda *, capture=True: dropped.append(capture))
     trainer.flatbed.generate([[5, 6, 7]], None, 1)
     assert dropped == ([] if kept else [True])

@@ -16,7 +16,8 @@ SCRIPT = Path(__file__).with_name("trl_processes.py")
 def said() -> dict[str, list[str]]:
     """What the two processes saw, by name: [of process 0, of process 1]."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SCRIPT.parent)}
+    path = os.pathsep.join(filter(None, (str(SCRIPT.parent), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     found: dict[str, list[str]] = {}

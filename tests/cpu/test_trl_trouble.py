@@ -173,6 +173,7 @@ def test_an_unsupported_model_is_refused_at_construction(tmp_path: Path) -> None
         ({"blocks": 3}, "unknown engine setting 'blocks'"),
         ({"logprobs": "both"}, "unknown kind of log-probabilities 'both'; known: processed, raw"),
         ({"token_budget": 0}, "token_budget must be"),
+        ({"held": "50%"}, "unknown amount held '50%'"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def sharded(version: int) -> None:
         model_wrapped=wrapped,
         generation_config=GenerationConfig(max_new_tokens=new, **GREEDY),
     )
-    rollouts = Rollouts(trainer, "processed", None, {})
+    rollouts = Rollouts(trainer, "processed", None, {}, 0)
     prompts = PROMPT_IDS[: 1 + rank]
     seen = []
     for _ in range(3):

@@ -35,6 +35,21 @@ def test_five_steps_are_those_of_padded_generate(algorithm: str, tmp_path: Path)
     assert trainer.flatbed.engine.memory().committed == 0
 
 
+def test_graphs_that_may_not_stay_are_captured_again(tmp_path: Path) -> None:
+    def watch() -> None:
+        engine = trainer.flatbed.engine
+        held.append((engine.memory().committed, engine.memory().graphs, len(engine._steps._graphs)))
+
+    held: list[tuple[int, int, int]] = []
+    options = {"generation_kwargs": GREEDY, **CUDA, **UNCORRECTED["grpo"]}
+    _, padded = train("grpo", tmp_path, on_flatbed=False, **options)
+    more = {"flatbed": {"held": "1 KB"}}
+    trainer = make_trainer("grpo", tmp_path, on_flatbed=True, reward=Seen(watch), more=more, **options)
+    trainer.train()
+    assert trainer.reward_funcs[0].completions == padded.completions
+    assert held == [(0, 0, 0)] * 5
+
+
 def test_graphs_and_addresses_live_through_training(tmp_path: Path) -> None:
     found: list[Any] = []
 

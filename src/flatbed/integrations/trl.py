@@ -31,6 +31,7 @@ from transformers import ProcessorMixin
 from flatbed.config import EngineConfig, from_transformers
 from flatbed.engine import Engine
 from flatbed.errors import ConfigError, FlatbedWarning
+from flatbed.memory.capacity import Capacity
 from flatbed.model.runner import check_architecture
 from flatbed.request import Completion, Output, SamplingParams
 from flatbed.sampling.processors import from_generation_config, merged
@@ -38,9 +39,9 @@ from flatbed.sampling.random import derive_seed
 
 Logprobs = Literal["processed", "raw"]
 
-# Graphs of more bytes than this are not kept for the next generation, lest they take them from training. Those of a
-# model in mixed precision may be: they hold weights that are cast in every step.
-GRAPHS_KEPT = 100 * 2**20
+# What an engine may hold while a step is trained: training is to take no more than 100 MiB beyond what it takes without
+# generation, and the workspace that cuBLAS has for the stream of the graphs (32 MiB on an H200) stays with torch.
+HELD = "68 MiB"
 # What is used of a trainer; the contract tests say where each is in TRL.
 _NEEDED = (
     "_generate",
@@ -59,6 +60,7 @@ def use_flatbed(
     *,
     logprobs: Logprobs = "processed",
     seed: int | None = None,
+    held: str = HELD,
     **settings: Any,
 ) -> Any:
     """Lets a TRL trainer that exists generate on Flatbed. Returns the trainer; `trainer.flatbed` is its `Rollouts`.
@@ -72,6 +74,9 @@ def use_flatbed(
             own, at temperature 1.
         seed: makes rollouts a function of it, of the process and of the number of the generation. None draws from
             torch's global generator, as `generate` does, so that `args.seed` governs.
+        held: the most memory that stays with the engine while a step is trained. K/V never do; CUDA graphs that take
+            more are let go, and captured again in the next generation. In mixed precision they do take more, since they
+            hold weights that are cast in every step: where memory is not short, "4 GiB" makes rollouts faster there.
         settings: further ones of the engine.
 
     A `transformers_continuous_batching_config` of a trainer with `use_transformers_continuous_batching` is translated;
@@ -84,11 +89,12 @@ def use_flatbed(
     Raises ConfigError for a trainer or settings that cannot be, UnsupportedModelError for a model that cannot be run.
     """
     _check_trainer(trainer, logprobs)
+    held_bytes = _parse_bytes(held)
     _warn_of_bias(trainer, logprobs)
     given = {**_translated(trainer), **settings}
     if capacity != EngineConfig.capacity or "capacity" not in given:
         given["capacity"] = capacity
-    rollouts = Rollouts(trainer, logprobs, seed, given)
+    rollouts = Rollouts(trainer, logprobs, seed, given, held_bytes)
     trainer.flatbed = trainer.vllm_generation = rollouts
     trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "flatbed", -1
     trainer._generate = _in_one_session(trainer._generate, rollouts)
@@ -124,8 +130,11 @@ class Rollouts:
         logprobs: which log-probabilities `generate` gives (see `use_flatbed`).
     """
 
-    def __init__(self, trainer: Any, logprobs: Logprobs, seed: int | None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, trainer: Any, logprobs: Logprobs, seed: int | None, settings: dict[str, Any], held_bytes: int
+    ) -> None:
         self.logprobs = logprobs
+        self._held_bytes = held_bytes
         self._trainer = trainer
         self._seed = seed
         self._settings = settings
@@ -205,7 +214,7 @@ class Rollouts:
             finally:
                 self._in_session = False
                 if self._engine is not None:
-                    self._engine.release(graphs=self._engine.memory().graphs > GRAPHS_KEPT)
+                    _make_room_for_training(self._engine, self._held_bytes)
 
     def close(self) -> None:
         """Frees the engine; the next generation would build another."""
@@ -298,10 +307,28 @@ def _in_one_session(generate: Callable[..., Any], rollouts: Rollouts) -> Callabl
     return with_session
 
 
+def _make_room_for_training(engine: Engine, held_bytes: int) -> None:
+    """Gives the K/V memory back, and graphs too unless all that is held then is no more than `held_bytes`."""
+    engine.release()
+    memory = engine.memory()
+    if memory.committed + memory.graphs > held_bytes:
+        engine.release(graphs=True)
+
+
 def _raise_error(output: Output) -> None:
     """A step cannot be made of some of its completions: the first that fails ends the generation."""
     if output.error is not None:
         raise output.error
+
+
+def _parse_bytes(held: str) -> int:
+    try:
+        size = Capacity.parse(held)
+    except ConfigError:
+        size = None
+    if size is None or size.unit != "bytes":
+        raise ConfigError.unknown("amount held", held, ('"68 MiB"', '"4 GiB"'))
+    return int(size.amount)
 
 
 def _translated(trainer: Any) -> dict[str, Any]:
