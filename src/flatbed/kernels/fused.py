@@ -7,7 +7,8 @@
                        │                                                                    ▼
       next layer ◀─ down_proj ◀─ gated (activation(gate) * up, both products) ◀──────────────── add_norm
 
-Rows only stand in masks: knowing that they are a multiple of 16, or one, makes no faster kernel, but one more to compile.
+Rows only stand in masks: to know that they are a multiple of 16, or one, makes no faster kernel, but one more to
+compile.
 
 With PDL (programmatic dependent launch, Hopper) a kernel is launched while the one before it still runs, and waits for
 its results by itself: what a launch costs is then hidden.
