@@ -203,18 +203,80 @@ def _shape(name: str) -> Callable[[], Any]:
 
 
 def _random(config: Any, device: Any, dtype: Any) -> Any:
-    """A model of this config with the same random weights in every process on the same kind of device."""
+    """A model of this config with the same random weights in every process on the same kind of device.
+
+    Made on the device, in its dtype, each weight drawn once.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     before = torch.get_default_dtype()
+    draws = _last_draws()
     try:
         torch.set_default_dtype(dtype)
         torch.manual_seed(0)
-        with torch.device(device):
+        with torch.device(device), draws:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     finally:
         torch.set_default_dtype(before)
+    draws.draw(model)
     for holder in (model.generation_config, model.config):
         holder.eos_token_id = None
     return model
+
+
+# Numbers that are really drawn of a weight on the CPU; the rest repeats them. A prime, so that no rows are alike.
+_BLOCK = 4_194_301
+
+
+def _last_draws() -> Any:
+    """A context in which random initialisations are put off; its `draw(model)` does the last one of each weight.
+
+    Weights are drawn twice when a model is built, by torch's layers and by Transformers (and a tied head a third time,
+    only to be dropped): of 0.5 billion weights that takes longer than all else.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    # By name, for Transformers puts functions of its own in the place of `torch.nn.init`'s while it builds a model.
+    elementwise = {"normal_", "uniform_"}
+    put_off = {*elementwise, "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
+
+    class LastDraws(TorchFunctionMode):  # here, because importing this module must not import torch
+        def __init__(self) -> None:
+            super().__init__()
+            # By id of the weight, which is kept, so that its id stays its own.
+            self._draws: dict[int, tuple[Any, Any, Callable[[Any], Any]]] = {}
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            more = dict(kwargs or {})
+            if getattr(func, "__name__", "") in put_off:
+                weight, *rest = args if args else (more.pop("tensor"),)
+                if isinstance(weight, torch.nn.Parameter):
+                    self._draws[id(weight)] = (weight, func, lambda into: func(into, *rest, **more))
+                    return weight
+            return func(*args, **(kwargs or {}))
+
+        def draw(self, model: Any) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if id(parameter) in self._draws:
+                        _, func, drawing = self._draws[id(parameter)]
+                        _drawn(parameter.data, drawing, func.__name__ in elementwise)
+            self._draws.clear()
+
+    return LastDraws()
+
+
+def _drawn(weight: Any, draw: Callable[[Any], Any], elementwise: bool) -> None:
+    """Fills a weight by `draw`; on the CPU, where a number takes 10 ns, only a block, which is then repeated."""
+    if not elementwise or weight.device.type != "cpu" or weight.numel() <= _BLOCK:
+        draw(weight)
+        return
+    flat = weight.view(-1)
+    block = flat[:_BLOCK]
+    draw(block)
+    for part in flat[_BLOCK:].split(_BLOCK):
+        part.copy_(block[: len(part)])
