@@ -90,6 +90,10 @@ def bench(
     token_budget: Annotated[str | None, typer.Option(help="Most tokens in a forward pass; likewise.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Which requests go next; likewise.")] = None,
     repeats: Annotated[int, typer.Option(help="Steady calls of each setting.")] = DEFAULT_REPEATS,
+    enough: Annotated[
+        float | None,
+        typer.Option(help="Seconds of steady calls after which a setting makes no more (two are the least)."),
+    ] = None,
     warm: Annotated[int, typer.Option(help="Calls after the first that do not count yet.")] = 0,
     cold_repeats: Annotated[int, typer.Option(help="Starts of each setting, each in a fresh process.")] = 1,
     time_limit: Annotated[
@@ -116,6 +120,13 @@ def bench(
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="Let completions end at EOS; otherwise lengths are fixed.")
     ] = False,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="One process and one load for all settings of an engine; only its very first call is a cold start.",
+        ),
+    ] = False,
     order: Annotated[Order, typer.Option(help="Whether an engine's settings are measured in turns.")] = Order.auto,
     no_latency: Annotated[
         bool, typer.Option("--no-latency", help="Leave out the call that records the times of tokens.")
@@ -127,7 +138,7 @@ def bench(
 ) -> None:
     """Measure what capacity, token budget or schedule cost, on Flatbed and on its peers, and say so in words.
 
-    Each engine and setting runs in a process of its own; one that crashes, hangs or runs out of memory is a result.
+    Each engine and setting runs in a process of its own (or, with --shared, each engine does); one that crashes, hangs or runs out of memory is a result.
     The folder gets runs.jsonl (a line a call, the moment it is made), report.md, report.html, plots and logs.
     """
     with errors_told():
@@ -154,6 +165,8 @@ def bench(
             max_seconds=max_seconds,
             order=order.value,
             latency=not no_latency,
+            enough=enough,
+            shared=shared,
             pythons=dict(_assigned(text, "--python NAME=PATH") for text in python or ()),
             environments=_environments(env or ()),
             command=_command(),
@@ -234,6 +247,9 @@ def plan(
         typer.Option("--verify", help="Run the planned setting, half and double of it, and say whether it held."),
     ] = False,
     repeats: Annotated[int, typer.Option(help="With --verify: steady calls of each setting.")] = 3,
+    most_repeats: Annotated[
+        int, typer.Option(help="With --verify: up to how many, until a difference is told from noise.")
+    ] = 15,
     time_limit: Annotated[
         float, typer.Option(help="With --verify: seconds that loading, construction or a call may take.")
     ] = DEFAULT_TIME_LIMIT,
@@ -295,6 +311,7 @@ def plan(
             wanted,
             models.longest_of(config),
             repeats=repeats,
+            most_repeats=most_repeats,
             time_limit=time_limit,
             pythons=dict(_assigned(text, "--python NAME=PATH") for text in python or ()),
             environments=_environments(env or ()),

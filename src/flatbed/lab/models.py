@@ -79,6 +79,13 @@ def _tiny() -> Any:
 SHAPES: dict[str, Callable[[], Any]] = {"qwen2.5-0.5b": _qwen25_05b, "qwen3-8b": _qwen3_8b, "tiny": _tiny}
 
 
+def import_packages() -> None:
+    """Imports what loading a model needs, without loading one: seconds, most of them torch's and Transformers'."""
+    import torch  # noqa: F401
+    import transformers.modeling_utils
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+
 def is_shape(name: str) -> bool:
     """Whether it names a built-in shape with random weights."""
     return name.startswith(SHAPE_PREFIX)
@@ -165,6 +172,19 @@ def save(name: str, folder: str | Path) -> Path:
         os.replace(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def save_config(name: str, folder: str | Path) -> Path:
+    """Writes the config of a built-in shape alone, for engines that make up weights by themselves. Answers `folder`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = _shape(name)()
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.dtype = "bfloat16"
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
     return folder
 
 

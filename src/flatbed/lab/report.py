@@ -165,7 +165,9 @@ def compose(records: Sequence[Mapping[str, Any]], limit: float = FLAT) -> Report
         )
         try:
             section.figures = figures(workload, its, palette)
-        except ImportError:
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "matplotlib":
+                raise
             notes.append(PLOTS_MISSING)
         sections.append(section)
     sweep = records[0]["sweep"]
