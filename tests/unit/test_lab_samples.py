@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+import time
+from unittest import mock
 
 import pytest
 
+from flatbed.lab import samples
 from flatbed.lab.samples import rank_sum_p
 
 
@@ -27,3 +31,15 @@ def test_equal_figures_say_nothing() -> None:
     assert rank_sum_p([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]) >= 0.5
     assert rank_sum_p([2.0] * 5, [1.0] * 5) == pytest.approx(1 / math.comb(10, 5))
     assert rank_sum_p([1.0] * 5, [2.0] * 5) == 1
+
+
+def test_many_figures_take_no_time_and_say_nearly_the_same() -> None:
+    draw = random.Random(0)
+    for shift in (0.0, 0.5, 1.0):
+        longer, shorter = ([draw.gauss(mean, 1) for _ in range(16)] for mean in (shift, 0.0))
+        exact = rank_sum_p(longer, shorter)
+        with mock.patch.object(samples, "_EXACT", 0):
+            assert rank_sum_p(longer, shorter) == pytest.approx(exact, abs=0.005)
+    start = time.perf_counter()
+    assert rank_sum_p([2.0] * 1000, [1.0] * 1000) < 1e-9
+    assert time.perf_counter() - start < 5

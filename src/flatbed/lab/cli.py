@@ -131,6 +131,9 @@ def bench(
     no_latency: Annotated[
         bool, typer.Option("--no-latency", help="Leave out the call that records the times of tokens.")
     ] = False,
+    no_report: Annotated[
+        bool, typer.Option("--no-report", help="Write raw records alone; `flatbed report DIR` makes the report.")
+    ] = False,
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Folder with the weights, for vLLM.", show_default="written to the user's cache"),
@@ -177,7 +180,7 @@ def bench(
             try:
                 measure(experiment, on_record=runs.write, say=_tell, logs=logs)
             finally:
-                composed = _reported([out], out, gate)
+                composed = _reported([out], out, gate, written=not no_report)
         _leave(composed, gate)
 
 
@@ -432,8 +435,7 @@ def _prepared(
     from flatbed.lab.engines.base import Setup
 
     workloads.check_names(names)  # before a tokenizer is looked for
-    config = models.load_config(model)
-    longest, vocabulary = models.longest_of(config), models.vocabulary_of(config)
+    longest, vocabulary = models.limits(model)
     tokenizer = models.load_tokenizer(model) if any(workloads.needs_tokenizer(name) for name in names) else None
     made = [
         dataclasses.replace(
@@ -486,17 +488,21 @@ def _command() -> str:
 # ------------------------------------------------------------------------------------------------------------- saying
 
 
-def _reported(folders: Sequence[Path], out: Path, gate: float | None) -> Report | None:
-    """Writes the report and says where it is; None when a bench was ended before it measured anything."""
-    from flatbed.lab.report import FLAT, PAGE, REPORT, read_all, write
+def _reported(folders: Sequence[Path], out: Path, gate: float | None, *, written: bool = True) -> Report | None:
+    """Says the verdicts, writes the report and says where it is.
+
+    None when a bench was ended before it measured anything.
+    """
+    from flatbed.lab.report import FLAT, PAGE, REPORT, compose, read_all, write
 
     if not any((folder / "runs.jsonl").stat().st_size for folder in folders if (folder / "runs.jsonl").is_file()):
         return None
-    composed = write(read_all(folders), out, gate or FLAT)
+    records, limit = read_all(folders), gate or FLAT
+    composed = write(records, out, limit) if written else compose(records, limit, plots=False)
     for section in composed.sections:
         for verdict in section.verdicts:
             typer.echo(f"{section.name}  {verdict.engine}: {verdict.text}")
-    typer.echo(f"report: {out / REPORT}, {out / PAGE}")
+    typer.echo(f"report: {out / REPORT}, {out / PAGE}" if written else f"raw records: {out}")
     return composed
 
 

@@ -425,6 +425,8 @@ class _Measurement:
             for series in engines:
                 for cold_round in range(self._experiment.cold_repeats):
                     self._cold_round = cold_round
+                    if cold_round > 0:
+                        self._start_all([one for one in series if not one.hopeless])
                     self._engine(series)
                     self._end_shared(series[0])
         finally:
@@ -783,4 +785,4 @@ def _complaint(record: Mapping[str, Any]) -> str:
 
 def _file_name(spec: EngineSpec, settings: Settings) -> str:
     words = [spec.text, *(str(value) for value in settings.to_json().values() if value is not None)]
-    return "".join(c if c.isalnum() or c in "-._@" else "-" for c in "_".join(words))
+    return "".join(c if c.isalnum() or c in "-._" else "-" for c in "_".join(words))

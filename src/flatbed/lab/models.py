@@ -24,59 +24,51 @@ _ROPE = {"rope_theta": 1e6, "rope_type": "default"}
 _NO_SPECIAL: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
 
-def _qwen25_05b() -> Any:
-    from transformers import Qwen2Config
+# Each shape: the name of its config's class in Transformers, and that config's arguments.
+_Shape = tuple[str, dict[str, Any]]
 
-    return Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        rope_parameters=_ROPE,
-        **_NO_SPECIAL,
-    )
-
-
-def _qwen3_8b() -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        rope_parameters=_ROPE,
-        **_NO_SPECIAL,
-    )
-
-
-def _tiny() -> Any:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
-        vocab_size=509,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        rope_parameters=_ROPE,
-        **_NO_SPECIAL,
-    )
-
-
-SHAPES: dict[str, Callable[[], Any]] = {"qwen2.5-0.5b": _qwen25_05b, "qwen3-8b": _qwen3_8b, "tiny": _tiny}
+SHAPES: dict[str, _Shape] = {
+    "qwen2.5-0.5b": (
+        "Qwen2Config",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-8b": (
+        "Qwen3Config",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "tiny": (
+        "Qwen2Config",
+        {
+            "vocab_size": 509,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 
 
 def import_packages() -> None:
@@ -97,7 +89,7 @@ def load_config(name: str) -> Any:
     Raises ConfigError for an unknown shape, ModelLoadError (a ConfigError) when there is no such model.
     """
     if is_shape(name):
-        return _shape(name)()
+        return _shape_config(name)
     from transformers import AutoConfig
 
     source, gguf = _source(name)
@@ -138,7 +130,7 @@ def load(name: str, device: Any, dtype: Any, attn_implementation: str | None = N
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, target)
     if is_shape(name):
-        model, tokenizer = _random(_shape(name)(), target, chosen), None
+        model, tokenizer = _random(_shape_config(name), target, chosen), None
     else:
         model, tokenizer = load_model(name, device=target, dtype=chosen)
     if attn_implementation is not None:
@@ -179,13 +171,25 @@ def save_config(name: str, folder: str | Path) -> Path:
     """Writes the config of a built-in shape alone, for engines that make up weights by themselves. Answers `folder`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = _shape(name)()
+    config = _shape_config(name)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = "bfloat16"
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     return folder
+
+
+def limits(name: str) -> tuple[int | None, int]:
+    """`longest_of` and `vocabulary_of` a model; of a built-in shape without importing anything.
+
+    Raises as `load_config` does.
+    """
+    if is_shape(name):
+        arguments = _shape(name)[1]
+        return arguments["max_position_embeddings"], arguments["vocab_size"]
+    config = load_config(name)
+    return longest_of(config), vocabulary_of(config)
 
 
 def longest_of(config: Any) -> int | None:
@@ -215,11 +219,19 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     return str(path), {}
 
 
-def _shape(name: str) -> Callable[[], Any]:
+def _shape(name: str) -> _Shape:
     shape = name.removeprefix(SHAPE_PREFIX)
     if shape not in SHAPES:
         raise ConfigError.unknown("shape", shape, SHAPES)
     return SHAPES[shape]
+
+
+def _shape_config(name: str) -> Any:
+    import transformers
+
+    kind, arguments = _shape(name)
+    rope = dict(_ROPE)  # a config may write into it
+    return getattr(transformers, kind)(**arguments, rope_parameters=rope, **_NO_SPECIAL)
 
 
 def _random(config: Any, device: Any, dtype: Any) -> Any:

@@ -149,8 +149,13 @@ class Report:
     commands: list[str]
 
 
-def compose(records: Sequence[Mapping[str, Any]], limit: float = FLAT) -> Report:
-    """The content of a report. `limit`: up to what growth an engine is called flat."""
+def compose(records: Sequence[Mapping[str, Any]], limit: float = FLAT, *, plots: bool = True) -> Report:
+    """The content of a report.
+
+    Args:
+        limit: up to what growth an engine is called flat.
+        plots: whether to draw them, which takes seconds.
+    """
     summaries = summarise(records)
     palette = colours(list(dict.fromkeys(summary.engine for summary in summaries)))
     sections: list[Section] = []
@@ -164,7 +169,7 @@ def compose(records: Sequence[Mapping[str, Any]], limit: float = FLAT) -> Report
             [row for summary in its for row in _rows(summary)],
         )
         try:
-            section.figures = figures(workload, its, palette)
+            section.figures = figures(workload, its, palette) if plots else []
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "matplotlib":
                 raise

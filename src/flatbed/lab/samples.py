@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+_EXACT = 16  # figures, beyond which counting orders takes too long
 
 
 def rank_sum_p(longer: Sequence[float], shorter: Sequence[float]) -> float:
     """The chance that `longer` would stand as high among all the figures as it does if both were of one kind.
 
-    The exact, one-sided rank-sum test (Mann and Whitney, 1947): no assumption about how the figures are distributed,
-    which outliers of a busy machine would break. Equal figures count half. The least that n and m figures can give is
-    1 / C(n + m, n): 0.05 for three and three, 0.004 for five and five.
+    The one-sided rank-sum test (Mann and Whitney, 1947): no assumption about how the figures are distributed, which
+    outliers of a busy machine would break. Equal figures count half. The least that n and m figures can give is
+    1 / C(n + m, n): 0.05 for three and three, 0.004 for five and five. Exact for up to 16 figures each, and by the
+    normal distribution, which is close by then, beyond.
     """
+    n, m = len(longer), len(shorter)
     wins = sum((a > b) + (a == b) / 2 for a in longer for b in shorter)
-    ways = _ways(len(longer), len(shorter))
-    return sum(ways[int(-(-wins // 1)) :]) / sum(ways)
+    if max(n, m) > _EXACT:
+        deviation = math.sqrt(n * m * (n + m + 1) / 12)
+        return 0.5 * math.erfc((wins - 0.5 - n * m / 2) / deviation / math.sqrt(2))
+    ways = _ways(n, m)
+    return sum(ways[math.ceil(wins) :]) / sum(ways)
 
 
 def _ways(n: int, m: int) -> list[int]:
