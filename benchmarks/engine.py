@@ -239,9 +239,7 @@ def main() -> None:
         by_name = {work.name: work for work in works}
         weights = sum(parameter.numel() for parameter in model.parameters())
         for measured in result["rows"]:
-            measured["bound_s"] = bound(
-                config, weights, by_name[measured["workload"]], ceiling, model.dtype.itemsize
-            )
+            measured["bound_s"] = bound(config, weights, by_name[measured["workload"]], ceiling, model.dtype.itemsize)
             measured["over_bound"] = measured["median_s"] / measured["bound_s"]
         print({name: round(value, 2) for name, value in ceiling.items()})
         print(

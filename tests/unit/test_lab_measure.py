@@ -146,14 +146,11 @@ def test_prompts_differ_between_calls_and_not_between_engines() -> None:
 
 
 class Counting(worker.Session):
-    """Remembers which sessions there were, and what each was told to do."""
-
-    all: list[Counting] = []
+    """Remembers what it was told to do, and at which capacity."""
 
     def __init__(self, *what: Any) -> None:
         super().__init__(*what)
         self.done: list[tuple[str, str]] = []
-        Counting.all.append(self)
 
     def do(self, command: Any) -> dict[str, Any]:
         answer = super().do(command)
@@ -162,9 +159,13 @@ class Counting(worker.Session):
 
 
 def counted(found: Experiment) -> tuple[list[dict[str, Any]], list[Counting]]:
-    Counting.all = []
-    records = measure(found, spawn=lambda *what: InProcess(Counting(*what)))
-    return records, Counting.all
+    sessions: list[Counting] = []
+
+    def spawn(*what: Any) -> InProcess:
+        sessions.append(Counting(*what))
+        return InProcess(sessions[-1])
+
+    return measure(found, spawn=spawn), sessions
 
 
 @pytest.mark.parametrize("holding", ["live", "in_calls", "always"])
@@ -204,7 +205,9 @@ def test_an_engine_that_cannot_share_has_a_process_for_each_setting() -> None:
 
 
 def test_a_shared_process_that_dies_is_followed_by_another() -> None:
-    found = experiment("lab_engines.Dying:sleep=0,holding=in_calls", shared=True, workloads=[WORK, OTHER], latency=False)
+    found = experiment(
+        "lab_engines.Dying:sleep=0,holding=in_calls", shared=True, workloads=[WORK, OTHER], latency=False
+    )
     settings = [Settings("64 MiB"), Settings("1 MiB")]
     records = measure(dataclasses.replace(found, settings=settings))
     assert phases(records, "64 MiB") == [("start", "ok"), ("first", "died")] * 2
@@ -247,9 +250,9 @@ def test_calls_go_on_until_it_is_settled() -> None:
     found = experiment("lab_engines.Plain:sleep=0", repeats=2, settled=settled, most_repeats=9, latency=False)
     records = in_process(found)
     assert asked == [[2, 2], [3, 3], [4, 4]]
-    assert [r["repeat"] for r in records if r["phase"] == "steady" and r["settings"]["capacity"] == "1 MiB"] == [0, 1, 2, 3]
-    asked.clear()
-    in_process(dataclasses.replace(found, settled=lambda samples: False, most_repeats=5))
+    assert [p for p, _ in phases(records, "1 MiB")].count("steady") == 4
+    never = in_process(dataclasses.replace(found, settled=lambda samples: False, most_repeats=5))
+    assert [p for p, _ in phases(never, "64 MiB")].count("steady") == 5
     alone = in_process(dataclasses.replace(found, settings=[Settings("1 MiB")], settled=lambda samples: 1 / 0))
     assert [p for p, _ in phases(alone)].count("steady") == 2, "one alone has nothing to be compared with"
 
@@ -462,7 +465,9 @@ def test_memory_on_a_gpu_is_that_of_torch_and_what_lies_beside_it(monkeypatch: p
         "weights": 1000, "device_bytes": 99000, "gpu": {"gpu": "a GPU", "gpu_memory_bytes": 99000},
     }  # fmt: skip
     session.do({"do": "construct", "workload": to_json(WORK)})
-    assert cuda.calls == ["synchronize", "empty", "reset", "synchronize"], "the device has finished before the clock stops"
+    assert cuda.calls == ["synchronize", "empty", "reset", "synchronize"], (
+        "the device has finished when the clock stops"
+    )
     memory = session.do({"do": "run", "call": 0})["memory"]
     assert (memory["peak"], memory["weights"]) == (5300, 1000)
 

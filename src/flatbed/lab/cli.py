@@ -141,7 +141,8 @@ def bench(
 ) -> None:
     """Measure what capacity, token budget or schedule cost, on Flatbed and on its peers, and say so in words.
 
-    Each engine and setting runs in a process of its own (or, with --shared, each engine does); one that crashes, hangs or runs out of memory is a result.
+    Each engine and setting (with --shared, each engine) runs in a process of its own; one that crashes, hangs or runs
+    out of memory is a result.
     The folder gets runs.jsonl (a line a call, the moment it is made), report.md, report.html, plots and logs.
     """
     with errors_told():

@@ -17,9 +17,10 @@ With `shared`, an engine has one process for all of its settings, which load the
 
       ▐import▌▐load▌ 64 blocks ▐start▌▐first▌▐steady▌▐steady▌  50% ▐start▌▐first▌▐steady▌▐steady▌  ...
 
-Only the very first engine of a process is a fresh start then (`fresh` in its records) and counts as a cold one. Settings
-take turns only if the engine holds nothing but live tokens. Before another setting is built, torch gives back what it
-kept of the last one. An engine that cannot be built twice in a process (vLLM) has one for each setting all the same.
+Only the very first engine of a process is a fresh start then (`fresh` in its records) and counts as a cold one.
+Settings take turns only if the engine holds nothing but live tokens. Before another setting is built, torch gives back
+what it kept of the last one. An engine that cannot be built twice in a process (vLLM) has one for each setting all the
+same.
 """
 
 from __future__ import annotations

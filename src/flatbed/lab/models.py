@@ -74,7 +74,6 @@ SHAPES: dict[str, _Shape] = {
 def import_packages() -> None:
     """Imports what loading a model needs, without loading one: seconds, most of them torch's and Transformers'."""
     import torch  # noqa: F401
-    import transformers.modeling_utils
     from transformers import AutoModelForCausalLM  # noqa: F401
 
 

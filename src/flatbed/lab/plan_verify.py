@@ -219,7 +219,7 @@ def conclusions(verdicts: Sequence[Verdict]) -> list[str]:
         planned = [verdict for verdict in verdicts if verdict.engine == engine and verdict.setting == PLANNED]
         good = "; ".join(verdict.workload for verdict in planned if verdict.held and not verdict.noise)
         open_ = "; ".join(
-            f"{one.workload} ({one.times:.2f} times as long as the fastest setting, inside the noise of {one.calls} calls)"
+            f"{one.workload} ({one.times:.2f} times as long as the fastest setting, in the noise of {one.calls} calls)"
             for one in planned
             if one.held and one.noise
         )

@@ -57,7 +57,7 @@ class Stat:
         """Whether the two cannot be told apart. One figure alone has no spread: nothing overlaps with it.
 
         Spreads that touch overlap. So do those of two or three calls that have less between them than one of them
-        is wide, because so few calls show only a part of their spread; of more, those that a rank-sum test takes for one.
+        is wide, because so few calls show only a part of their spread; of more, those that a rank-sum test cannot tell.
         """
         if min(self.count, other.count) == 1:
             return False

@@ -3,7 +3,7 @@
 ::
 
     import_packages ─▶ load ─▶ construct ─▶ warm_up ─▶ run ─▶ run ─▶ ...  ─▶ close
-       code           weights   pool, ...   graphs     first   steady      (construct may follow again: another workload)
+       code           weights   pool, ...   graphs     first   steady      (construct may follow: another workload)
 
 Each is timed apart by whoever drives the adapter; an engine that builds its pool anew in every call tells
 the parts in `RunResult.parts` instead.

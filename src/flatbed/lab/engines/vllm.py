@@ -2,8 +2,8 @@
 
 A capacity becomes `gpu_memory_utilization` (a percentage: of all memory, weights included, as vLLM counts it),
 `num_gpu_blocks_override` (tokens or blocks) or `kv_cache_memory_bytes` (bytes). vLLM loads its weights by itself, from
-a checkpoint; built-in shapes are written to one first (with `load_format=dummy`, where vLLM makes up weights, only their
-config is). When its engine runs in this process
+a checkpoint; built-in shapes are written to one first (with `load_format=dummy`, where vLLM makes up weights, only
+their config is). When its engine runs in this process
 (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) loading and warm-up are timed apart from construction, and live blocks and
 preemptions are seen; otherwise the record says that they are not.
 
