@@ -125,7 +125,8 @@ PARTS: tuple[Part, ...] = (
     Part("profile", 1, 65, "Flatbed: how long the GPU idles",
          "engine --shape {small} --device {device} --workload article,mixed --profile", gpu=True),
     Part("verify", 1, 30, "flatbed plan --verify",
-         "plan --model {small} --device {here} --workload article --engine flatbed --verify --most-repeats 8 --json"),
+         "plan --model {small} --device {here} --workload article --engine flatbed --capacity {least} "
+         "--verify --most-repeats 8 --json"),
     # ---- call 2: the report on capacity
     Part("report-flatbed", 2, 50, "Flatbed at four capacities, padded generate beside it",
          f"{_REPORT} --capacity {{capacities}} --engine flatbed --engine generate:sdpa --repeats 9 --warm 1 --enough 8",
@@ -237,6 +238,7 @@ def chosen(options: argparse.Namespace) -> list[Part]:
 DONE = "part.json"  # in the folder of a part that ended by itself
 LOG = "log.txt"
 LOCK = "lock"
+_PARTIAL = ".partial"
 _FINE = (0, 1, 3)  # statuses with which a command leaves that has said all it can: 1 is that something was not measured
 
 
@@ -261,11 +263,11 @@ def run(options: argparse.Namespace) -> int:
                 continue
             _put_away(folder)
         left = None if options.budget is None else options.budget - (time.monotonic() - begun)
-        expected = None if options.tiny else part.seconds
-        if left is not None and left < (expected or 0):
+        expected = 0.0 if options.tiny else part.seconds
+        if left is not None and left < max(1.0, expected):
             say(f"{part.name}: not begun, {max(0, left):.0f} s are left of --budget and {expected:.0f} s are expected")
             continue
-        say(f"{part.name}: {part.what}" + ("" if expected is None else f"; {expected:.0f} s expected"))
+        say(f"{part.name}: {part.what}" + (f"; {expected:.0f} s expected" if expected else ""))
         bad += not _run_part(part, given, options, left)
     say(f"{time.monotonic() - begun:.0f} s in all; python benchmarks/sitting.py table {options.out}")
     return 1 if bad else 0
@@ -273,7 +275,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_part(part: Part, given: Mapping[str, str], options: argparse.Namespace, left: float | None) -> bool:
     """Runs one part in a folder that gets its name when it has ended by itself. Whether it has."""
-    scratch = options.out / f"{part.name}.partial"
+    scratch = options.out / f"{part.name}{_PARTIAL}"
     if scratch.exists():
         _put_away(scratch)
     limit = max(3 * part.seconds, 120.0) if left is None else left
@@ -387,7 +389,7 @@ def _tail(log: Path) -> str:
 
 def told(command: Sequence[str]) -> str:
     """A command as it is published: folders of this machine left out."""
-    short = [re.sub(r"(?<![\w.])(?:~|\.{1,2})?/[^\s=:,]*/", "", word) for word in command]
+    short = [re.sub(r"(?<![\w.])(?:~|\.{1,2})?/[^\s=:,]*/", "", word).removesuffix(_PARTIAL) for word in command]
     program = ["python", "benchmarks/engine.py", *short[1:]] if short[0] == "engine" else ["flatbed", *short]
     return shlex.join(program)
 
@@ -692,6 +694,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     if result["ceilings"]:
         copy, product = result["ceilings"]["copy_tb_per_s"], result["ceilings"]["product_tflop_per_s"]
         lines += ["", f"A large copy reaches {copy:.3g} TB/s here, a large product {product:.3g} TFLOP/s. {_BOUND}"]
+    lines += _section("In short", _short_table(result["rows"]))
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
         lines += [
             "",
@@ -701,7 +704,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         ]
     lines += _section("Other targets", _check_table(result["checks"]))
     lines += _section("Article at every capacity", _capacity_table(result["capacity"]))
-    lines += [f"- **{one['engine']}**: {one['verdict']}" for one in result["capacity"]]
+    lines += [f"- **{_engine_name(one['engine'])}**: {one['verdict']}" for one in result["capacity"]]
     for name, said in result["traces"].items():
         lines += _section(f"Traced: {name}", [f"- {line}" for line in said])
     for name, said in result["verified"].items():
@@ -715,7 +718,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _section(title: str, body: list[str]) -> list[str]:
-    return ["", f"## {title}", "", *body, ""] if body else []
+    return ["", f"## {title}", "", *body] if body else []
 
 
 def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -723,6 +726,41 @@ def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
     if not made:
         return []
     return [f"| {' | '.join(cells)} |" for cells in ([*header], ["---"] * len(header), *made)]
+
+
+# Of vLLM in every part: said once, below the first table.
+_VLLM_OPTIONS = ",enable_prefix_caching=false,load_format=dummy"
+_NOTES = (
+    "Seconds of a whole call, medians of steady calls. Transformers: the better of its two versions. vLLM: prefix "
+    "caching off, weights made up by itself (`load_format=dummy`). Peers over Flatbed: how many times as long the faster "
+    "of the two takes."
+)
+
+
+def _engine_name(engine: str) -> str:
+    return engine.removesuffix(_VLLM_OPTIONS)
+
+
+def _short_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each model and workload: Flatbed, the best of each peer, bound and target."""
+    measured = [row for row in rows if row["median_s"] is not None]
+    best: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in measured:
+        its = best.setdefault((row["model"], row["workload"]), {})
+        name = re.split("[@:]", row["engine"])[0]
+        if name not in its or row["median_s"] < its[name]["median_s"]:
+            its[name] = row
+    made = []
+    for (model, workload), its in best.items():
+        peers = [row["median_s"] for name, row in its.items() if name != "flatbed"]
+        own = its.get("flatbed")
+        ratio = f"{min(peers) / own['median_s']:.2f}" if own and peers else ""
+        shown = [f"{its[name]['median_s']:.4f}" if name in its else "" for name in ("flatbed", "transformers", "vllm")]
+        bound = next((f"{row['bound_s']:.4f}" for row in its.values() if row["bound_s"]), "")
+        target = f"{own['target_s']:g}" if own and own["target_s"] else ""
+        made.append((f"{model} {workload}", *shown, ratio, bound, target, own["mark"] if own else ""))
+    header = ("workload", "Flatbed", "Transformers", "vLLM", "peers over Flatbed", "bound", "target", "")
+    return [*_markdown_table(header, made), "", _NOTES] if made else []
 
 
 def _workload_table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -743,7 +781,7 @@ def _workload_table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         measured = row["median_s"] is not None
         made.append((
-            row["workload"], row["engine"], row["setting"],
+            row["workload"], _engine_name(row["engine"]), row["setting"],
             f"{row['median_s']:.4f}" if measured else "; ".join(row["failures"]) or "not measured",
             f"{row['low_s']:.4f} – {row['high_s']:.4f}" if measured else "",
             str(row["calls"]) if measured else "",
@@ -764,7 +802,7 @@ def _check_table(checks: Sequence[Mapping[str, Any]]) -> list[str]:
 def _capacity_table(engines: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [
         (
-            one["engine"], point["capacity"], f"{point['tokens']:,.0f}" if point["tokens"] else "",
+            _engine_name(one["engine"]), point["capacity"], f"{point['tokens']:,.0f}" if point["tokens"] else "",
             f"{point['median_s']:.4f}" if "median_s" in point else "; ".join(point["failures"]) or "not measured",
             f"{point['low_s']:.4f} – {point['high_s']:.4f}" if "median_s" in point else "",
             str(point.get("calls", "")), _mib(point["committed"]), _mib(point["live"]),
