@@ -732,8 +732,8 @@ def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 _VLLM_OPTIONS = ",enable_prefix_caching=false,load_format=dummy"
 _NOTES = (
     "Seconds of a whole call, medians of steady calls. Transformers: the better of its two versions. vLLM: prefix "
-    "caching off, weights made up by itself (`load_format=dummy`). Peers over Flatbed: how many times as long the faster "
-    "of the two takes."
+    "caching off, weights made up by itself (`load_format=dummy`). Peers over Flatbed: how many times as long the "
+    "faster of the two takes."
 )
 
 

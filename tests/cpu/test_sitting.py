@@ -1,4 +1,4 @@
-"""benchmarks/sitting.py: two tiny parts from end to end, their tables re-read; its list of parts; its judgements."""
+"""benchmarks/sitting.py: a tiny part from end to end, its tables re-read; its list of parts; its judgements."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -58,18 +59,35 @@ def _until_blank(lines: list[str]) -> Iterator[str]:
         yield line
 
 
+def flatness(out: Path) -> dict[str, Any]:
+    """Puts a part there as benchmarks/engine.py leaves it, with this machine's ceilings and figures that are known."""
+    from bounds import ceilings
+
+    memory = {"live_peak_mib": 100.0, "committed_mib": 600.0, "committed_after_release_mib": 0.0}
+    rows = [
+        {"capacity": capacity, "median_s": warm, "median_first_s": cold, **memory}
+        for capacity, warm, cold in (("3 blocks", 0.1, 1.0), ("90%", 0.101, 1.5))
+    ]
+    engine = {"rows": rows, "ceilings": ceilings("cpu"), "machine": "CPU"}
+    about = json.loads((out / "vllm-small" / "part.json").read_text())
+    (out / "flatness").mkdir()
+    (out / "flatness" / "part.json").write_text(json.dumps({**about, "part": "flatness"}))
+    (out / "flatness" / "engine.json").write_text(json.dumps(engine))
+    return engine
+
+
 def test_parts_are_run_once_and_their_tables_say_what_was_measured(
     sitting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "S"
-    parts = ("vllm-small", "flatness")
-    said = command("run", "--tiny", "--out", str(out), *parts)
-    assert all(f"{part}: done before" not in said for part in parts)
-    again = command("run", "--tiny", "--out", str(out), *parts)
-    assert all(f"{part}: done before" in again for part in parts)
+    said = command("run", "--tiny", "--out", str(out), "vllm-small")
+    assert re.search(r"^vllm-small: \d+ s$", said, re.MULTILINE)
+    again = command("run", "--tiny", "--out", str(out), "vllm-small")
+    assert re.search(r"^vllm-small: done before, in \d+ s$", again, re.MULTILINE)
     assert "cold: not begun, 0 s are left" in command("run", "--tiny", "--out", str(out), "cold", "--budget", "-1")
 
     monkeypatch.syspath_prepend(str(SCRIPT.parent))  # where `bounds` is
+    engine = flatness(out)
     assert sitting.table(argparse.Namespace(out=out)) == 0
     result = json.loads((out / "sitting.json").read_text())
     records = [json.loads(line) for line in (out / "vllm-small" / "runs.jsonl").read_text().splitlines()]
@@ -87,12 +105,14 @@ def test_parts_are_run_once_and_their_tables_say_what_was_measured(
     assert [(row["workload"], row["vLLM"]) for row in short] == [
         (f"0.5B {told['workload']}", told["seconds"]) for told in table
     ]
-    engine = json.loads((out / "flatness" / "engine.json").read_text())
     assert result["ceilings"] == engine["ceilings"]
-    worst = max(row["median_s"] / engine["rows"][0]["median_s"] for row in engine["rows"])
-    flat = next(check for check in result["checks"] if check["name"].endswith("warm calls"))
-    assert flat["measured"].startswith(f"{worst:.3f} ")
-    assert flat["met"] == (worst <= 1.02)
+    checks = {check["name"].rpartition(": ")[2]: (check["measured"], check["met"]) for check in result["checks"]}
+    assert checks == {
+        "warm calls": ("1.010 (3 blocks 0.1000 s, 90% 0.1010 s)", True),
+        "an engine and its first call": ("1.500 (3 blocks 1.0000 s, 90% 1.5000 s)", False),
+        "K/V memory at 90%, 100.0 MiB live": ("600.0 MiB", False),  # 1.25 x 100 + 400 are allowed
+        "K/V memory after release()": ("0.0 MiB", True),
+    }
     assert "vllm@0.24.0" in (out / "report" / "report.md").read_text()
     assert str(Path.home()) not in (out / "sitting.md").read_text()
     assert "cold" in result["not_run"]
