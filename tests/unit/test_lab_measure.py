@@ -18,7 +18,7 @@ from flatbed.errors import ConfigError
 from flatbed.lab import worker
 from flatbed.lab.engines.base import EngineSpec, Settings, Setup
 from flatbed.lab.measure import Experiment, InProcess, Process, measure
-from flatbed.lab.report import RunFile, read, read_all
+from flatbed.lab.report import RunFile, compose, read, read_all
 from flatbed.lab.summary import summarise
 from flatbed.lab.workloads import LabRequest, Workload, to_json
 
@@ -193,6 +193,7 @@ def test_cold_starts_of_settings_that_share_a_process_need_one_each() -> None:
     records, sessions = counted(found)
     assert len(sessions) == 2
     assert [r["cold_round"] for r in records if r["phase"] == "first" and r["fresh"]] == [0, 1]
+    assert any("lab_engines.Sharing:sleep=0 ran in one process" in note for note in compose(records, plots=False).notes)
     (summary,) = summarise(records)
     assert [point.cold is not None for point in summary.points] == [True, False]
 

@@ -306,7 +306,14 @@ def _calls(plan: Mapping[str, Any]) -> str:
 
 
 def _notes(records: Sequence[Mapping[str, Any]], summaries: Sequence[Summary]) -> Iterator[str]:
-    yield "Each engine and setting ran in a process of its own."
+    shared = list(dict.fromkeys(r["engine"] for r in records if r.get("shared")))
+    if shared:
+        yield (
+            f"All settings of {', '.join(shared)} ran in one process, one for each engine: only the first of them is a "
+            "cold start, and where they took turns nobody can tell whose the process's peak of memory was."
+        )
+    if any(not r.get("shared") for r in records):
+        yield f"Each engine and setting{' besides' if shared else ''} ran in a process of its own."
     for order in (IN_TURNS, IN_SEQUENCE):
         engines = list(dict.fromkeys(r["engine"] for r in records if r["phase"] == "steady" and r["order"] == order))
         if engines:
