@@ -180,3 +180,22 @@ def test_what_is_misspelt_is_told(tmp_path: Path) -> None:
     assert "has no finished part" in command("table", out, expect=1)
     told = command("run", "--tiny", "--out", out, "cold", "--python", "flatbed", expect=1)
     assert "written NAME=INTERPRETER" in told
+
+
+def test_environments_reach_the_commands_of_their_engines_alone(sitting: Any) -> None:
+    options = argparse.Namespace(
+        tiny=False, old="5.20.2", new="5.24.0", vllm="0.24.0", attention="flash_attention_3",
+        env=["old:PYTHONPATH=OLD", "new:PYTHONPATH=NEW", "vllm:A=1"], python=["vllm=VLLM/bin/python"],
+    )  # fmt: skip
+    given = sitting.values(options)
+    parts = {part.name: sitting.words(part, given, tiny=False) for part in sitting.PARTS}
+
+    def added(name: str) -> list[str]:
+        return sitting._environment(parts[name], given, options)
+
+    assert added("flatbed-small") == []
+    assert added("vllm-small") == ["--python", "vllm@0.24.0=VLLM/bin/python", "--env", "vllm@0.24.0:A=1"]
+    assert added("transformers-small") == [
+        "--env", "transformers@5.20.2:PYTHONPATH=OLD", "--env", "transformers@5.24.0:PYTHONPATH=NEW",
+    ]  # fmt: skip
+    assert added("trace-old") == ["--env", "PYTHONPATH=OLD"], "flatbed trace has one engine, and names none"
