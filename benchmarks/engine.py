@@ -1,4 +1,4 @@
-"""Flatbed on one GPU: the workloads of the lab, on random weights of a real shape, each beside its bound.
+"""Flatbed alone: the workloads of the lab, on random weights of a real shape, each beside its bound.
 
     python benchmarks/engine.py --shape qwen2.5-0.5b --out engine-0.5b.json     # every workload
     python benchmarks/engine.py --flatness --out flatness-0.5b.json             # from the smallest capacity to 90 %
@@ -7,7 +7,7 @@
 Lengths are fixed (no EOS), and every call has other prompts, so that the prefix cache answers none of them. "first" is
 the first call of an engine, its construction included; the very first row is the first of the process. The bound is
 the time in which weights and live K/V can be read once a step, at the bandwidth that a large copy reaches here, and in
-which the prefill's operations can be done at the rate that a large matrix product reaches.
+which the prefill's operations can be done at the rate that a large matrix product reaches (`bounds.py`).
 
 Other engines beside Flatbed: `flatbed bench`.
 """
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from bounds import bound, ceilings
 
 import flatbed
 from flatbed.lab.models import SHAPE_PREFIX, SHAPES, load
@@ -62,7 +63,7 @@ class Runs:
             )
             for number, request in enumerate(work.requests)
         ]
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         outputs = self.engine.generate([request.prompt for request in work.requests], params)
         took = time.perf_counter() - start
@@ -72,54 +73,20 @@ class Runs:
         return took
 
 
+def synchronize() -> None:
+    """Waits for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def begin(model: Any, work: Workload, capacity: str, attention: str) -> Runs:
     """An engine that has made its first call."""
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     engine = flatbed.Engine(model, capacity=capacity, attention=attention)
     runs = Runs(engine, work, time.perf_counter() - start)
     runs.first_s = runs.built_s + runs.call()
     return runs
-
-
-def ceilings() -> dict[str, float]:
-    """TB/s of a large copy (bytes read and written), TFLOP/s of a large bfloat16 product, on random data."""
-
-    def best(run: Any, repeats: int) -> float:
-        run()
-        times = []
-        for _ in range(repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return min(times)
-
-    x = torch.randn(2**29, device="cuda")
-    y = torch.empty_like(x)
-    copy_s = best(lambda: y.copy_(x), 5)
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product_s = best(lambda: a @ b, 5)
-    return {"copy_tb_per_s": 2 * x.nbytes / copy_s / 1e12, "product_tflop_per_s": 2 * 8192**3 / product_s / 1e12}
-
-
-def bound(model: Any, work: Workload, ceiling: dict[str, float]) -> float:
-    """Seconds that reading weights and K/V once a step, and the operations of the prefill, take at least."""
-    config = model.config
-    embedding = config.vocab_size * config.hidden_size
-    weights = sum(p.numel() for p in model.parameters())
-    read = 2 * (weights if config.tie_word_embeddings else weights - embedding)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head
-    lengths = [(len(request.prompt), request.new_tokens) for request in work.requests]
-    kv = sum(work.n * token * (prompt * new + new * (new - 1) / 2) for prompt, new in lengths)
-    bandwidth, rate = ceiling["copy_tb_per_s"] * 1e12, ceiling["product_tflop_per_s"] * 1e12
-    dense = 2 * (weights - (0 if config.tie_word_embeddings else 2) * embedding)
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * head
-    prefill = sum(dense * prompt + attention * prompt**2 for prompt, _ in lengths)
-    return (max(new for _, new in lengths) * read + kv) / bandwidth + prefill / rate
 
 
 def row(runs: Runs, capacity: str) -> dict[str, Any]:
@@ -236,15 +203,22 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--flatness", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--scale", type=float, default=1.0, help="shrinks requests and lengths to this share")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    model, _ = load(SHAPE_PREFIX + options.shape, "cuda", "bfloat16")
+    if options.profile and options.device == "cpu":
+        parser.error("--profile records what the GPU does: it needs --device cuda")
+    model, _ = load(SHAPE_PREFIX + options.shape, options.device, "auto")
     config = model.config
-    works = [make(name, config.vocab_size, config.max_position_embeddings) for name in options.workload.split(",")]
+    works = [
+        make(name, config.vocab_size, config.max_position_embeddings, scale=options.scale)
+        for name in options.workload.split(",")
+    ]
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", *(a.rpartition("/")[2] if a.endswith(".json") else a for a in sys.argv)]),
-        "machine": torch.cuda.get_device_name(),
+        "machine": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
         "versions": {
             "flatbed": flatbed.__version__,
             "torch": torch.__version__,
@@ -261,10 +235,11 @@ def main() -> None:
         else:
             result["rows"] = each_workload(model, works, options)
         # After the rows: the first of them is to be the first call of the process.
-        result["ceilings"] = ceiling = ceilings()
+        result["ceilings"] = ceiling = ceilings(options.device)
         by_name = {work.name: work for work in works}
+        weights = sum(parameter.numel() for parameter in model.parameters())
         for measured in result["rows"]:
-            measured["bound_s"] = bound(model, by_name[measured["workload"]], ceiling)
+            measured["bound_s"] = bound(config, weights, by_name[measured["workload"]], ceiling, model.dtype.itemsize)
             measured["over_bound"] = measured["median_s"] / measured["bound_s"]
         print({name: round(value, 2) for name, value in ceiling.items()})
         print(

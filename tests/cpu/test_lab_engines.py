@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_another_version_without_these_names_is_not_split(
 def test_a_transformers_without_continuous_batching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_engine, "_named", lambda module, name: None)
     with pytest.raises(MissingEngine, match="has no continuous batching"):
-        engine(None, "transformers")
+        TransformersAdapter.import_packages()
 
 
 def test_names_of_other_versions_are_told_from_a_broken_installation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +201,19 @@ def test_names_of_other_versions_are_told_from_a_broken_installation(monkeypatch
     def broken(path: str) -> Any:
         raise ModuleNotFoundError("No module named 'httpx'", name="httpx")
 
-    monkeypatch.setattr(transformers_engine.importlib, "import_module", broken)
+    monkeypatch.setattr(importlib, "import_module", broken)
     with pytest.raises(MissingEngine, match="transformers cannot be imported: No module named 'httpx'"):
-        transformers_engine._manager_class()
+        TransformersAdapter.import_packages()
+
+    def wrong(path: str) -> Any:
+        raise ImportError("cannot import name 'x' from 'torch'", name="torch")
+
+    monkeypatch.setattr(importlib, "import_module", wrong)
+    with pytest.raises(ImportError, match="cannot import name 'x'") as told:
+        TransformersAdapter.import_packages()
+    assert not isinstance(told.value, MissingEngine), "it is broken, not missing"
+    with pytest.raises(ImportError, match="cannot import name 'x'"):
+        transformers_engine._named("continuous_api", "ContinuousBatchingManager")
 
 
 def test_settings_reach_transformers(model: Any) -> None:

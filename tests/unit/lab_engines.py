@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from flatbed.lab.engines.base import Adapter, Holding, MemoryResult, MissingEngine, RunResult
+from flatbed.lab.engines.base import Adapter, Holding, MemoryResult, MissingEngine, RunResult, Settings
 from flatbed.lab.workloads import Workload
 
 
@@ -52,6 +52,30 @@ class Plain(Adapter):
 
     def close(self) -> None:
         pass
+
+
+class Sharing(Plain):
+    """Several settings of it can share a process."""
+
+    shares = True
+
+    def sibling(self, settings: Settings) -> Sharing:
+        return type(self)(self.spec, settings, self.setup)
+
+
+class Dying(Sharing):
+    """Dies at a capacity of at least 64 MiB, and its process with it."""
+
+    def work(self) -> None:
+        if self.capacity_bytes >= 64 << 20:
+            os._exit(7)
+
+
+class Slowing(Plain):
+    """Takes 0.05 s at a capacity of at least 64 MiB, and 1 ms below."""
+
+    def work(self) -> None:
+        time.sleep(0.05 if self.capacity_bytes >= 64 << 20 else 0.001)
 
 
 class Zeroing(Plain):

@@ -18,7 +18,8 @@ from flatbed.errors import ConfigError
 from flatbed.lab import worker
 from flatbed.lab.engines.base import EngineSpec, Settings, Setup
 from flatbed.lab.measure import Experiment, InProcess, Process, measure
-from flatbed.lab.report import RunFile, read, read_all
+from flatbed.lab.report import RunFile, compose, read, read_all
+from flatbed.lab.summary import summarise
 from flatbed.lab.workloads import LabRequest, Workload, to_json
 
 HERE = str(Path(__file__).parent)
@@ -139,6 +140,122 @@ def test_prompts_differ_between_calls_and_not_between_engines() -> None:
     first, other_first, steady, other_steady, *_ = seen
     assert first == other_first == [[1, 2, 3], [5]]
     assert steady == other_steady == [[2, 3, 1], [5]]
+
+
+# ---- one process for all settings of an engine ----------------------------------------------------------------------
+
+
+class Counting(worker.Session):
+    """Remembers what it was told to do, and at which capacity."""
+
+    def __init__(self, *what: Any) -> None:
+        super().__init__(*what)
+        self.done: list[tuple[str, str]] = []
+
+    def do(self, command: Any) -> dict[str, Any]:
+        answer = super().do(command)
+        self.done.append((command["do"], self._settings.capacity))
+        return answer
+
+
+def counted(found: Experiment) -> tuple[list[dict[str, Any]], list[Counting]]:
+    sessions: list[Counting] = []
+
+    def spawn(*what: Any) -> InProcess:
+        sessions.append(Counting(*what))
+        return InProcess(sessions[-1])
+
+    return measure(found, spawn=spawn), sessions
+
+
+@pytest.mark.parametrize("holding", ["live", "in_calls", "always"])
+def test_settings_can_share_a_process(holding: str) -> None:
+    engine = f"lab_engines.Sharing:sleep=0,holding={holding}"
+    records, sessions = counted(experiment(engine, shared=True, workloads=[WORK, OTHER]))
+    (session,) = sessions
+    assert [what for what, _ in session.done].count("load") == 1
+    assert phases(records, "1 MiB") == phases(records, "64 MiB") == WELL * 2
+    assert {r["order"] for r in records} == {"in turns" if holding == "live" else "one after the other"}
+    fresh = [(r["phase"], r["settings"]["capacity"], r["workload"]["name"]) for r in records if r["fresh"]]
+    assert fresh == [("start", "1 MiB", "small"), ("first", "1 MiB", "small")], "only that found a fresh process"
+    assert [r["load_s"] is None for r in records if r["phase"] == "start"] == [False, True, True, True]
+    assert all(r["shared"] for r in records)
+    # Each setting has an engine of its own: what is told is that of its own capacity.
+    assert {(r["settings"]["capacity"], r["memory"]["reserved"]) for r in records if r["memory"]} == {
+        ("1 MiB", 1 << 20), ("64 MiB", 64 << 20),
+    }  # fmt: skip
+    peaks = [r["memory"]["peak"] is None for r in records if r["phase"] == "steady"]
+    assert peaks == [holding == "live"] * 8, "of several engines in one process nobody can tell whose peak it is"
+
+
+def test_cold_starts_of_settings_that_share_a_process_need_one_each() -> None:
+    found = experiment("lab_engines.Sharing:sleep=0", shared=True, cold_repeats=2, latency=False)
+    records, sessions = counted(found)
+    assert len(sessions) == 2
+    assert [r["cold_round"] for r in records if r["phase"] == "first" and r["fresh"]] == [0, 1]
+    assert any("lab_engines.Sharing:sleep=0 ran in one process" in note for note in compose(records, plots=False).notes)
+    (summary,) = summarise(records)
+    assert [point.cold is not None for point in summary.points] == [True, False]
+
+
+def test_an_engine_that_cannot_share_has_a_process_for_each_setting() -> None:
+    records, sessions = counted(experiment("lab_engines.Plain:sleep=0", shared=True))
+    assert len(sessions) == 2
+    assert phases(records, "1 MiB") == phases(records, "64 MiB") == WELL
+    assert not any(r["shared"] for r in records)
+
+
+def test_a_shared_process_that_dies_is_followed_by_another() -> None:
+    found = experiment(
+        "lab_engines.Dying:sleep=0,holding=in_calls", shared=True, workloads=[WORK, OTHER], latency=False
+    )
+    settings = [Settings("64 MiB"), Settings("1 MiB")]
+    records = measure(dataclasses.replace(found, settings=settings))
+    assert phases(records, "64 MiB") == [("start", "ok"), ("first", "died")] * 2
+    assert phases(records, "1 MiB") == WELL[:4] * 2
+    assert [r["fresh"] for r in records if r["phase"] == "first"] == [True, True, True, False]
+
+
+def test_processes_import_before_anything_is_measured() -> None:
+    order: list[str] = []
+
+    class Watching(worker.Session):
+        def do(self, command: Any) -> dict[str, Any]:
+            order.append(f"{command['do']} {self._spec.text[-1]}")
+            return super().do(command)
+
+    found = experiment("lab_engines.Plain:sleep=0", "lab_engines.Plain:sleep=0.001", settings=[Settings("1 MiB")])
+    measure(found, spawn=lambda *what: InProcess(Watching(*what)))
+    assert order.index("hello 1") < order.index("load 0") < order.index("run 0") < order.index("load 1")
+
+
+# ---- how many calls --------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_setting_makes_fewer_calls() -> None:
+    found = experiment("lab_engines.Slowing", repeats=6, enough=0.04, latency=False)
+    records = in_process(found)
+    steady = {c: [r["seconds"] for r in records if r["phase"] == "steady" and r["settings"]["capacity"] == c]
+              for c in ("1 MiB", "64 MiB")}  # fmt: skip
+    assert len(steady["64 MiB"]) == 2, "a call of 0.05 s is enough, and two are the least"
+    assert len(steady["1 MiB"]) == 6, "others go on"
+
+
+def test_calls_go_on_until_it_is_settled() -> None:
+    asked: list[list[int]] = []
+
+    def settled(samples: Any) -> bool:
+        asked.append([len(sample) for sample in samples])
+        return len(asked) == 3
+
+    found = experiment("lab_engines.Plain:sleep=0", repeats=2, settled=settled, most_repeats=9, latency=False)
+    records = in_process(found)
+    assert asked == [[2, 2], [3, 3], [4, 4]]
+    assert [p for p, _ in phases(records, "1 MiB")].count("steady") == 4
+    never = in_process(dataclasses.replace(found, settled=lambda samples: False, most_repeats=5))
+    assert [p for p, _ in phases(never, "64 MiB")].count("steady") == 5
+    alone = in_process(dataclasses.replace(found, settings=[Settings("1 MiB")], settled=lambda samples: 1 / 0))
+    assert [p for p, _ in phases(alone)].count("steady") == 2, "one alone has nothing to be compared with"
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -323,6 +440,9 @@ class FakeCuda:
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
+    def empty_cache(self) -> None:
+        self.calls.append("empty")
+
     def reset_peak_memory_stats(self) -> None:
         self.calls.append("reset")
 
@@ -346,7 +466,9 @@ def test_memory_on_a_gpu_is_that_of_torch_and_what_lies_beside_it(monkeypatch: p
         "weights": 1000, "device_bytes": 99000, "gpu": {"gpu": "a GPU", "gpu_memory_bytes": 99000},
     }  # fmt: skip
     session.do({"do": "construct", "workload": to_json(WORK)})
-    assert cuda.calls == ["synchronize", "reset", "synchronize"], "the device has finished before the clock stops"
+    assert cuda.calls == ["synchronize", "empty", "reset", "synchronize"], (
+        "the device has finished when the clock stops"
+    )
     memory = session.do({"do": "run", "call": 0})["memory"]
     assert (memory["peak"], memory["weights"]) == (5300, 1000)
 
@@ -386,6 +508,7 @@ def test_memory_of_an_engine_in_another_process_is_not_made_up(monkeypatch: pyte
         ({"cold_repeats": 0}, "cold-repeats must be at least 1"),
         ({"time_limit": 0}, "time limits must be above 0"),
         ({"max_seconds": -1}, "time limits must be above 0"),
+        ({"enough": 0}, "time limits must be above 0"),
         ({"pythons": {"vllm": "python"}}, "unknown engine in --python or --env 'vllm'; known: flatbed"),
         ({"sweep": "colour"}, "unknown sweep 'colour'"),
     ],

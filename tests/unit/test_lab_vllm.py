@@ -134,7 +134,7 @@ def test_out_of_sight_in_another_process(fake: None, tmp_path: Path, monkeypatch
 
 def test_without_vllm(tmp_path: Path) -> None:
     with pytest.raises(MissingEngine, match="vllm cannot be imported"):
-        adapter(tmp_path, None)
+        VllmAdapter.import_packages()
 
 
 def test_words(tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ def bench(
     token_budget: Annotated[str | None, typer.Option(help="Most tokens in a forward pass; likewise.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Which requests go next; likewise.")] = None,
     repeats: Annotated[int, typer.Option(help="Steady calls of each setting.")] = DEFAULT_REPEATS,
+    enough: Annotated[
+        float | None,
+        typer.Option(help="Seconds of steady calls after which a setting makes no more (two are the least)."),
+    ] = None,
     warm: Annotated[int, typer.Option(help="Calls after the first that do not count yet.")] = 0,
     cold_repeats: Annotated[int, typer.Option(help="Starts of each setting, each in a fresh process.")] = 1,
     time_limit: Annotated[
@@ -116,9 +120,19 @@ def bench(
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="Let completions end at EOS; otherwise lengths are fixed.")
     ] = False,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="One process and one load for all settings of an engine; only its very first call is a cold start.",
+        ),
+    ] = False,
     order: Annotated[Order, typer.Option(help="Whether an engine's settings are measured in turns.")] = Order.auto,
     no_latency: Annotated[
         bool, typer.Option("--no-latency", help="Leave out the call that records the times of tokens.")
+    ] = False,
+    no_report: Annotated[
+        bool, typer.Option("--no-report", help="Write raw records alone; `flatbed report DIR` makes the report.")
     ] = False,
     checkpoint: Annotated[
         Path | None,
@@ -127,7 +141,8 @@ def bench(
 ) -> None:
     """Measure what capacity, token budget or schedule cost, on Flatbed and on its peers, and say so in words.
 
-    Each engine and setting runs in a process of its own; one that crashes, hangs or runs out of memory is a result.
+    Each engine and setting (with --shared, each engine) runs in a process of its own; one that crashes, hangs or runs
+    out of memory is a result.
     The folder gets runs.jsonl (a line a call, the moment it is made), report.md, report.html, plots and logs.
     """
     with errors_told():
@@ -154,6 +169,8 @@ def bench(
             max_seconds=max_seconds,
             order=order.value,
             latency=not no_latency,
+            enough=enough,
+            shared=shared,
             pythons=dict(_assigned(text, "--python NAME=PATH") for text in python or ()),
             environments=_environments(env or ()),
             command=_command(),
@@ -164,7 +181,7 @@ def bench(
             try:
                 measure(experiment, on_record=runs.write, say=_tell, logs=logs)
             finally:
-                composed = _reported([out], out, gate)
+                composed = _reported([out], out, gate, written=not no_report)
         _leave(composed, gate)
 
 
@@ -234,6 +251,9 @@ def plan(
         typer.Option("--verify", help="Run the planned setting, half and double of it, and say whether it held."),
     ] = False,
     repeats: Annotated[int, typer.Option(help="With --verify: steady calls of each setting.")] = 3,
+    most_repeats: Annotated[
+        int, typer.Option(help="With --verify: up to how many, until a difference is told from noise.")
+    ] = 15,
     time_limit: Annotated[
         float, typer.Option(help="With --verify: seconds that loading, construction or a call may take.")
     ] = DEFAULT_TIME_LIMIT,
@@ -295,6 +315,7 @@ def plan(
             wanted,
             models.longest_of(config),
             repeats=repeats,
+            most_repeats=most_repeats,
             time_limit=time_limit,
             pythons=dict(_assigned(text, "--python NAME=PATH") for text in python or ()),
             environments=_environments(env or ()),
@@ -415,8 +436,7 @@ def _prepared(
     from flatbed.lab.engines.base import Setup
 
     workloads.check_names(names)  # before a tokenizer is looked for
-    config = models.load_config(model)
-    longest, vocabulary = models.longest_of(config), models.vocabulary_of(config)
+    longest, vocabulary = models.limits(model)
     tokenizer = models.load_tokenizer(model) if any(workloads.needs_tokenizer(name) for name in names) else None
     made = [
         dataclasses.replace(
@@ -469,17 +489,21 @@ def _command() -> str:
 # ------------------------------------------------------------------------------------------------------------- saying
 
 
-def _reported(folders: Sequence[Path], out: Path, gate: float | None) -> Report | None:
-    """Writes the report and says where it is; None when a bench was ended before it measured anything."""
-    from flatbed.lab.report import FLAT, PAGE, REPORT, read_all, write
+def _reported(folders: Sequence[Path], out: Path, gate: float | None, *, written: bool = True) -> Report | None:
+    """Says the verdicts, writes the report and says where it is.
+
+    None when a bench was ended before it measured anything.
+    """
+    from flatbed.lab.report import FLAT, PAGE, REPORT, compose, read_all, write
 
     if not any((folder / "runs.jsonl").stat().st_size for folder in folders if (folder / "runs.jsonl").is_file()):
         return None
-    composed = write(read_all(folders), out, gate or FLAT)
+    records, limit = read_all(folders), gate or FLAT
+    composed = write(records, out, limit) if written else compose(records, limit, plots=False)
     for section in composed.sections:
         for verdict in section.verdicts:
             typer.echo(f"{section.name}  {verdict.engine}: {verdict.text}")
-    typer.echo(f"report: {out / REPORT}, {out / PAGE}")
+    typer.echo(f"report: {out / REPORT}, {out / PAGE}" if written else f"raw records: {out}")
     return composed
 
 

@@ -8,6 +8,19 @@ Which processes are alive together::
                  in turns: what drifts meets all alike                       one after the other: no memory for more
 
 A crash, a hang or an out-of-memory ends one process and is a record like any other; the others go on.
+
+A process takes ten seconds and more to start, most of it imports. So all of an experiment are started at its beginning,
+as many as there are cores, and have imported their engine before anything is measured; then they wait, without having
+touched the device, until it is their turn to load the weights.
+
+With `shared`, an engine has one process for all of its settings, which load their weights once::
+
+      ▐import▌▐load▌ 64 blocks ▐start▌▐first▌▐steady▌▐steady▌  50% ▐start▌▐first▌▐steady▌▐steady▌  ...
+
+Only the very first engine of a process is a fresh start then (`fresh` in its records) and counts as a cold one.
+Settings take turns only if the engine holds nothing but live tokens. Before another setting is built, torch gives back
+what it kept of the last one. An engine that cannot be built twice in a process (vLLM) has one for each setting all the
+same.
 """
 
 from __future__ import annotations
@@ -66,6 +79,11 @@ class Experiment:
         max_seconds: after which nothing more is begun; None is no limit.
         order: `auto` chooses as the picture above says.
         latency: add one call that records the times of tokens.
+        enough: seconds of steady calls after which a setting makes no more of them, two being the least; None is all
+            `repeats`, whatever they take.
+        shared: one process for all settings of an engine, as above.
+        settled: given the seconds of the steady calls of each setting that takes turns, says whether more are needed;
+            they are made until it is, or until `most_repeats`.
         pythons: interpreter for an engine, by `name@version` or `name`.
         environments: environment variables for an engine's process, likewise.
     """
@@ -82,6 +100,10 @@ class Experiment:
     max_seconds: float | None = None
     order: Order = "auto"
     latency: bool = True
+    enough: float | None = None
+    shared: bool = False
+    settled: Callable[[Sequence[Sequence[float]]], bool] | None = None
+    most_repeats: int = 0
     pythons: Mapping[str, str] = field(default_factory=dict)
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     command: str | None = None
@@ -90,7 +112,7 @@ class Experiment:
         for name, least in (("warm", 0), ("repeats", 1), ("cold_repeats", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
-        if self.time_limit <= 0 or (self.max_seconds is not None and self.max_seconds <= 0):
+        if self.time_limit <= 0 or any(limit is not None and limit <= 0 for limit in (self.max_seconds, self.enough)):
             raise ConfigError("time limits must be above 0 seconds")
         if self.sweep not in CONTROLS:
             raise ConfigError.unknown("sweep", self.sweep, CONTROLS)
@@ -169,6 +191,30 @@ class InProcess:
     def stop(self) -> None:
         self.finish()
         self.alive = False
+
+
+class _Part:
+    """One setting's part of a process that serves several: ends with the process, and does not end it."""
+
+    def __init__(self, process: Worker, settings: Settings) -> None:
+        self._process = process
+        self._settings = settings.to_json()
+
+    def send(self, command: Mapping[str, Any]) -> None:
+        self._process.send({**command, "settings": self._settings})
+
+    def receive(self, limit_s: float) -> dict[str, Any]:
+        return self._process.receive(limit_s)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    def finish(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
 
 
 class Process:
@@ -342,8 +388,11 @@ class _Series:
     worker: Worker | None = None
     versions: dict[str, str] = field(default_factory=dict)
     load: dict[str, Any] = field(default_factory=dict)
+    hello: dict[str, Any] | None = None  # the answer, once it came
     calls: int = 0
-    asked: bool = False  # answers to hello and load are under way
+    steady: list[float] = field(default_factory=list)  # seconds of these calls of this workload
+    fresh: bool = True  # nothing was built before in its process
+    asked: bool = False  # an answer to load is under way
     hopeless: bool = False  # it could not be started; trying again would not help
 
 
@@ -368,17 +417,24 @@ class _Measurement:
         self._begun = time.monotonic()
         self._order = ALONE
         self._cold_round = 0
+        self._shared: dict[str, tuple[Worker, _Series]] = {}  # by engine: its process, and the one that started it
 
     def run(self) -> list[dict[str, Any]]:
-        for spec in self._experiment.engines:
-            series = self._series_of(spec)
-            try:
+        engines = [self._series_of(spec) for spec in self._experiment.engines]
+        try:
+            self._start_all([one for series in engines for one in series])
+            for series in engines:
                 for cold_round in range(self._experiment.cold_repeats):
                     self._cold_round = cold_round
+                    if cold_round > 0:
+                        self._start_all([one for one in series if not one.hopeless])
                     self._engine(series)
-            finally:
+                    self._end_shared(series[0])
+        finally:
+            for series in engines:
                 for one in series:
                     self._stop(one)
+                self._end_shared(series[0])
         return self._records
 
     def _series_of(self, spec: EngineSpec) -> list[_Series]:
@@ -413,6 +469,8 @@ class _Measurement:
         found = self._experiment.adapter(series[0].spec)
         holding = "always" if found is None else found.holding(series[0].spec)
         if holding == "in calls":
+            if self._shares(series[0]):
+                return False  # what torch keeps of one's pool would be the other's
             weights, device = (series[0].load.get(name) or 0 for name in ("weights", "device_bytes"))
             return 0 < (len(series) - 1) * weights <= _OTHERS_WEIGHTS * device
         return holding == "live"
@@ -423,11 +481,12 @@ class _Measurement:
         for workload in experiment.workloads:
             if self._out_of_time(group, [workload]):
                 continue
-            self._ask([one for one in group if one.worker is None and not one.hopeless])
+            self._ask([one for one in group if not (one.load or one.hopeless)])
             running = [one for one in group if self._cold(one, workload)]
             if self._cold_round == 0:
-                for phase, count in (("warm", experiment.warm), ("steady", experiment.repeats)):
-                    running = self._rounds(running, workload, phase, count)
+                running = self._rounds(running, workload, "warm", experiment.warm)
+                running = self._rounds(running, workload, "steady", experiment.repeats)
+                running = self._until_settled(running, workload)
                 if experiment.latency:
                     self._rounds(running, workload, "latency", 1)
             for one in group:
@@ -439,65 +498,140 @@ class _Measurement:
         for one in group:
             self._stop(one)
 
-    def _rounds(self, running: list[_Series], workload: Workload, phase: str, count: int) -> list[_Series]:
+    def _rounds(
+        self, running: list[_Series], workload: Workload, phase: str, count: int, begin: int = 0
+    ) -> list[_Series]:
         """Every series in turn, `count` times, every other time backwards. Gives those that are still running."""
-        for repeat in range(count):
-            if running and self._out_of_time(running, [workload], f"{phase} calls from number {repeat + 1} on"):
+        for repeat in range(begin, begin + count):
+            wanting = [one for one in running if not (phase == "steady" and self._has_enough(one))]
+            if wanting and self._out_of_time(wanting, [workload], f"{phase} calls from number {repeat + 1} on"):
                 return running
-            order = running if repeat % 2 == 0 else running[::-1]
-            fine = [one for one in order if self._call(one, workload, phase, repeat)]
-            running = [one for one in running if one in fine]
+            order = wanting if repeat % 2 == 0 else wanting[::-1]
+            failed = [one for one in order if not self._call(one, workload, phase, repeat)]
+            running = [one for one in running if one not in failed]
+        return running
+
+    def _has_enough(self, one: _Series) -> bool:
+        enough = self._experiment.enough
+        return enough is not None and len(one.steady) >= 2 and sum(one.steady) >= enough
+
+    def _until_settled(self, running: list[_Series], workload: Workload) -> list[_Series]:
+        """Further steady calls while the experiment asks for them and there is something to compare."""
+        experiment = self._experiment
+        done = experiment.repeats
+        while (
+            experiment.settled is not None
+            and len(running) > 1
+            and done < experiment.most_repeats
+            and not experiment.settled([one.steady for one in running])
+        ):
+            running = self._rounds(running, workload, "steady", 1, begin=done)
+            done += 1
         return running
 
     # ---- one process ------------------------------------------------------------------------------------------------
 
-    def _ask(self, series: Iterable[_Series]) -> None:
-        """Starts processes and lets them load, all at once; `_answered` takes the answers."""
-        for one in series:
+    def _start_all(self, series: Sequence[_Series]) -> None:
+        """Starts processes, at most one for each core, and waits until they have imported their engines."""
+        shared = {one.spec.text: one for one in reversed(series) if self._shares(one)}
+        own = [one for one in series if not self._shares(one) or shared[one.spec.text] is one]
+        first = own[: _cores()]
+        for one in first:
+            self._start(one)
+        for one in first:
+            self._greeted(one)
+
+    def _shares(self, one: _Series) -> bool:
+        found = self._experiment.adapter(one.spec)
+        return self._experiment.shared and found is not None and found.shares
+
+    def _start(self, one: _Series) -> None:
+        """Starts the process of a setting, or takes that of its engine."""
+        one.fresh = True
+        if not self._shares(one):
             one.worker = self._spawn(one.spec, one.settings, self._experiment.setup)
-            one.worker.send({"do": "hello"})
-            one.worker.send({"do": "load"})
-            one.asked = True
+        else:
+            process, leader = self._shared.get(one.spec.text, (None, one))
+            if process is not None and process.alive:
+                one.worker = _Part(process, one.settings)
+                one.versions, one.load, one.hello, one.fresh = leader.versions, leader.load, leader.hello, False
+                return
+            self._end_shared(one)
+            process = self._spawn(one.spec, one.settings, self._experiment.setup)
+            self._shared[one.spec.text] = process, one
+            one.worker = _Part(process, one.settings)
+        one.hello = None
+        one.worker.send({"do": "hello"})
+
+    def _end_shared(self, one: _Series) -> None:
+        if one.spec.text in self._shared:
+            self._shared.pop(one.spec.text)[0].stop()
+
+    def _greeted(self, one: _Series) -> dict[str, Any]:
+        """The answer to hello, which comes when the engine was imported."""
+        assert one.worker is not None
+        if one.hello is None:
+            one.hello = one.worker.receive(self._experiment.time_limit)
+            one.versions = one.hello.get("versions", {})
+        return one.hello
+
+    def _ask(self, series: Iterable[_Series]) -> None:
+        """Lets processes load, all at once, starting those that are not there; `_answered` takes the answers."""
+        for one in series:
+            if one.worker is None:
+                self._start(one)
+            assert one.worker is not None
+            if one.fresh and not one.load:
+                one.worker.send({"do": "load"})
+                one.asked = True
 
     def _answered(self, one: _Series) -> bool:
         """Whether its process is there and has loaded; a failure is recorded."""
         if one.worker is None:
             return False
         if not one.asked:
-            return one.worker.alive
-        one.asked = False
-        hello = one.worker.receive(self._experiment.time_limit)
+            if one.worker.alive or not self._shares(one):
+                return one.worker.alive
+            self._stop(one)  # with the process that it shared
+            self._ask([one])
+            return self._answered(one)
+        hello = self._greeted(one)
         loaded = one.worker.receive(self._experiment.time_limit)
-        one.versions = hello.get("versions", {})
+        one.asked = False
         one.load = loaded
         self._machine = {**loaded.get("gpu", {}), **self._machine}
         for answer in (hello, loaded):
             if "error" in answer:
                 self._record(one, None, "load", answer)
                 self._stop(one)
+                self._end_shared(one)
                 one.hopeless = True
                 return False
-        self._tell(one, None, f"loaded in {loaded['seconds']:.1f} s")
+        self._tell(one, None, f"loaded in {loaded['seconds']:.1f} s, after {hello['seconds']:.1f} s of imports")
         return True
 
     def _cold(self, one: _Series, workload: Workload) -> bool:
         """Construction, warm-up and the first call. Whether all went well."""
         if not self._answered(one):
             return False
-        one.calls = 0
+        one.calls, one.steady = 0, []
         built = self._step(one, {"do": "construct", "workload": to_json(workload)})
         if "error" not in built:
             warmed = self._step(one, {"do": "warm_up"})
             built["error"] = warmed.get("error")
             built["warm_up"] += warmed.get("seconds", 0.0)
         parts = {name: built[name] for name in ("construction", "warm_up") if name in built}
-        load_s = built.get("load") or one.load.get("seconds")
+        load_s = built.get("load") or (one.load.get("seconds") if one.fresh else None)
         self._record(one, workload, "start", built, seconds=sum(parts.values()), parts=parts, load_s=load_s)
-        return not built.get("error") and self._call(one, workload, "first", 0)
+        fine = not built.get("error") and self._call(one, workload, "first", 0)
+        one.fresh = False
+        return fine
 
     def _call(self, one: _Series, workload: Workload, phase: str, repeat: int) -> bool:
         answer = self._step(one, {"do": "run", "call": one.calls, "latency": phase == "latency"})
         one.calls += 1
+        if phase == "steady" and not answer.get("error"):
+            one.steady.append(answer["seconds"])
         self._record(one, workload, phase, answer, repeat=repeat)
         return not answer.get("error")
 
@@ -513,7 +647,7 @@ class _Measurement:
         if one.worker is not None:
             one.worker.stop()
             one.worker = None
-        one.asked = False
+        one.asked, one.hello, one.load = False, None, {}
 
     def _start_process(self, spec: EngineSpec, settings: Settings, setup: Setup) -> Worker:
         experiment = self._experiment
@@ -559,6 +693,8 @@ class _Measurement:
             "phase": phase,
             "repeat": repeat,
             "cold_round": self._cold_round,
+            "fresh": one.fresh,
+            "shared": self._shares(one),
             "order": self._order,
             "outcome": error.get("kind", OK),
             "error": error.get("message"),
@@ -577,6 +713,7 @@ class _Measurement:
                 "warm": experiment.warm,
                 "repeats": experiment.repeats,
                 "cold_repeats": experiment.cold_repeats,
+                "enough_s": experiment.enough,
                 "time_limit_s": experiment.time_limit,
                 "max_seconds": experiment.max_seconds,
                 "command": experiment.command,
@@ -611,13 +748,17 @@ def machine(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": _cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }
     if device != "cpu":
         found.update(_gpu())
     return found
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:
@@ -645,4 +786,4 @@ def _complaint(record: Mapping[str, Any]) -> str:
 
 def _file_name(spec: EngineSpec, settings: Settings) -> str:
     words = [spec.text, *(str(value) for value in settings.to_json().values() if value is not None)]
-    return "".join(c if c.isalnum() or c in "-._@" else "-" for c in "_".join(words))
+    return "".join(c if c.isalnum() or c in "-._" else "-" for c in "_".join(words))

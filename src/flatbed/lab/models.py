@@ -24,59 +24,57 @@ _ROPE = {"rope_theta": 1e6, "rope_type": "default"}
 _NO_SPECIAL: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
 
-def _qwen25_05b() -> Any:
-    from transformers import Qwen2Config
+# Each shape: the name of its config's class in Transformers, and that config's arguments.
+_Shape = tuple[str, dict[str, Any]]
 
-    return Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        rope_parameters=_ROPE,
-        **_NO_SPECIAL,
-    )
-
-
-def _qwen3_8b() -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        rope_parameters=_ROPE,
-        **_NO_SPECIAL,
-    )
-
-
-def _tiny() -> Any:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
-        vocab_size=509,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        rope_parameters=_ROPE,
-        **_NO_SPECIAL,
-    )
+SHAPES: dict[str, _Shape] = {
+    "qwen2.5-0.5b": (
+        "Qwen2Config",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-8b": (
+        "Qwen3Config",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "tiny": (
+        "Qwen2Config",
+        {
+            "vocab_size": 509,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 
 
-SHAPES: dict[str, Callable[[], Any]] = {"qwen2.5-0.5b": _qwen25_05b, "qwen3-8b": _qwen3_8b, "tiny": _tiny}
+def import_packages() -> None:
+    """Imports what loading a model needs, without loading one: seconds, most of them torch's and Transformers'."""
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
 
 
 def is_shape(name: str) -> bool:
@@ -90,7 +88,7 @@ def load_config(name: str) -> Any:
     Raises ConfigError for an unknown shape, ModelLoadError (a ConfigError) when there is no such model.
     """
     if is_shape(name):
-        return _shape(name)()
+        return _shape_config(name)
     from transformers import AutoConfig
 
     source, gguf = _source(name)
@@ -131,7 +129,7 @@ def load(name: str, device: Any, dtype: Any, attn_implementation: str | None = N
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, target)
     if is_shape(name):
-        model, tokenizer = _random(_shape(name)(), target, chosen), None
+        model, tokenizer = _random(_shape_config(name), target, chosen), None
     else:
         model, tokenizer = load_model(name, device=target, dtype=chosen)
     if attn_implementation is not None:
@@ -168,6 +166,31 @@ def save(name: str, folder: str | Path) -> Path:
     return folder
 
 
+def save_config(name: str, folder: str | Path) -> Path:
+    """Writes the config of a built-in shape alone, for engines that make up weights by themselves. Answers `folder`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = _shape_config(name)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.dtype = "bfloat16"
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    return folder
+
+
+def limits(name: str) -> tuple[int | None, int]:
+    """`longest_of` and `vocabulary_of` a model; of a built-in shape without importing anything.
+
+    Raises as `load_config` does.
+    """
+    if is_shape(name):
+        arguments = _shape(name)[1]
+        return arguments["max_position_embeddings"], arguments["vocab_size"]
+    config = load_config(name)
+    return longest_of(config), vocabulary_of(config)
+
+
 def longest_of(config: Any) -> int | None:
     """The most positions of the model, prompt and completion together; None where the config sets no limit."""
     text = config.get_text_config()
@@ -195,26 +218,96 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     return str(path), {}
 
 
-def _shape(name: str) -> Callable[[], Any]:
+def _shape(name: str) -> _Shape:
     shape = name.removeprefix(SHAPE_PREFIX)
     if shape not in SHAPES:
         raise ConfigError.unknown("shape", shape, SHAPES)
     return SHAPES[shape]
 
 
+def _shape_config(name: str) -> Any:
+    import transformers
+
+    kind, arguments = _shape(name)
+    rope = dict(_ROPE)  # a config may write into it
+    return getattr(transformers, kind)(**arguments, rope_parameters=rope, **_NO_SPECIAL)
+
+
 def _random(config: Any, device: Any, dtype: Any) -> Any:
-    """A model of this config with the same random weights in every process on the same kind of device."""
+    """A model of this config with the same random weights in every process on the same kind of device.
+
+    Made on the device, in its dtype, each weight drawn once.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     before = torch.get_default_dtype()
+    draws = _last_draws()
     try:
         torch.set_default_dtype(dtype)
         torch.manual_seed(0)
-        with torch.device(device):
+        with torch.device(device), draws:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     finally:
         torch.set_default_dtype(before)
+    draws.draw(model)
     for holder in (model.generation_config, model.config):
         holder.eos_token_id = None
     return model
+
+
+# Numbers that are really drawn of a weight on the CPU; the rest repeats them. A prime, so that no rows are alike.
+_BLOCK = 4_194_301
+
+
+def _last_draws() -> Any:
+    """A context in which random initialisations are put off; its `draw(model)` does the last one of each weight.
+
+    Weights are drawn twice when a model is built, by torch's layers and by Transformers (and a tied head a third time,
+    only to be dropped): of 0.5 billion weights that takes longer than all else.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    # By name, for Transformers puts functions of its own in the place of `torch.nn.init`'s while it builds a model.
+    elementwise = {"normal_", "uniform_"}
+    put_off = {*elementwise, "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
+
+    class LastDraws(TorchFunctionMode):  # here, because importing this module must not import torch
+        def __init__(self) -> None:
+            super().__init__()
+            # By id of the weight, which is kept, so that its id stays its own.
+            self._draws: dict[int, tuple[Any, Any, Callable[[Any], Any]]] = {}
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            more = dict(kwargs or {})
+            if getattr(func, "__name__", "") in put_off:
+                weight, *rest = args if args else (more.pop("tensor"),)
+                if isinstance(weight, torch.nn.Parameter):
+                    self._draws[id(weight)] = (weight, func, lambda into: func(into, *rest, **more))
+                    return weight
+            return func(*args, **(kwargs or {}))
+
+        def draw(self, model: Any) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if id(parameter) in self._draws:
+                        _, func, drawing = self._draws[id(parameter)]
+                        _drawn(parameter.data, drawing, func.__name__ in elementwise)
+            self._draws.clear()
+
+    return LastDraws()
+
+
+def _drawn(weight: Any, draw: Callable[[Any], Any], elementwise: bool) -> None:
+    """Fills a weight by `draw`; on the CPU, where a number takes 10 ns, only a block, which is then repeated."""
+    if not elementwise or weight.device.type != "cpu" or weight.numel() <= _BLOCK:
+        draw(weight)
+        return
+    flat = weight.view(-1)
+    block = flat[:_BLOCK]
+    draw(block)
+    for part in flat[_BLOCK:].split(_BLOCK):
+        part.copy_(block[: len(part)])

@@ -109,6 +109,7 @@ def render_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
         ("workload", "left"),
         ("setting", "left"),
         ("tokens", "right"),
+        ("calls", "right"),
         ("seconds", "right"),
         ("times fastest", "right"),
         ("preempted", "right"),
@@ -120,10 +121,11 @@ def render_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
             one.workload,
             one.setting,
             f"{one.tokens:,}",
+            f"{one.calls}",
             "" if one.seconds is None else f"{one.seconds:,.3f}",
             "" if one.times is None else f"{one.times:.2f}",
             "" if one.preempted is None else f"{one.preempted:,}",
-            "yes" if one.held else "no",
+            "no" if not one.held else "cannot tell" if one.noise else "yes",
         )
     console.print()
     console.print(rows)

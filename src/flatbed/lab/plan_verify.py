@@ -7,23 +7,35 @@ the workload    as it was planned for
 long            an eighth of the requests, prompts eight times as long (as near the model's limit as they fit)
 concurrent      four times the requests, prompts and completions a quarter as long
 ==============  =================================================================================================
+
+The three settings of an engine share a process and take turns, so that what differs between processes and what drifts
+on the machine meets all alike; calls go on until a setting that looks slower is told from the fastest one, or is not.
+(Engines that hold their capacity, vLLM say, run one after the other: of a drift there nothing can be seen.)
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flatbed.errors import ConfigError
-from flatbed.lab.engines.base import EngineSpec, Settings, Setup
+from flatbed.lab.engines.base import EngineSpec, Settings, Setup, adapter_class
 from flatbed.lab.measure import Experiment, Spawn, measure
 from flatbed.lab.plan import EnginePlan, Plan
+from flatbed.lab.samples import rank_sum_p
 from flatbed.lab.summary import FLAT, Point, Stat, Summary, summarise
 from flatbed.lab.workloads import LabRequest, Workload
 
 HALF, PLANNED, DOUBLE = "half", "planned", "double"
 LONGER, MORE = 8, 4
+
+REPEATS, MOST_REPEATS = 3, 15
+
+# A setting is called slower when calls that are no slower would look like it no more often than this.
+_CHANCE = 0.01
+_LEAST_TO_TELL = 5  # calls of each of two settings, below which no order of them is as rare as that
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,10 @@ class Verdict:
         seconds: median of the steady calls; None when it was not measured.
         times: `seconds` over those of the fastest of the three settings.
         preempted: samples that were put back in one call; None when the engine does not tell.
-        held: all requests were completed, none was preempted, and it was not slower than another setting.
+        held: all requests were completed, none was preempted, and it was not found slower than another setting.
         why: what it was that did not hold, a few words each.
+        noise: it looks slower than another setting, and `calls` calls cannot tell that from noise.
+        calls: how many steady calls it made.
     """
 
     engine: str
@@ -50,6 +64,8 @@ class Verdict:
     preempted: int | None
     held: bool
     why: tuple[str, ...]
+    noise: bool = False
+    calls: int = 0
 
 
 def variants(workload: Workload, longest: int | None) -> list[Workload]:
@@ -85,7 +101,8 @@ def verify(
     workload: Workload,
     longest: int | None,
     *,
-    repeats: int = 3,
+    repeats: int = REPEATS,
+    most_repeats: int = MOST_REPEATS,
     time_limit: float = 600.0,
     pythons: Mapping[str, str] | None = None,
     environments: Mapping[str, Mapping[str, str]] | None = None,
@@ -98,12 +115,15 @@ def verify(
         setup: where to run; its `longest` is set here.
         longest: positions of the model.
         repeats: steady calls of each setting, at least 2.
+        most_repeats: up to how many are made until a difference is told from noise.
         pythons, environments, say, spawn: see `measure.Experiment` and `measure.measure`.
 
     Raises ConfigError when no engine of the plan can run the model, or one call is to be judged without a second.
     """
     if repeats < 2:
         raise ConfigError(f"--repeats must be at least 2 here, got {repeats}: one figure alone has no spread")
+    if most_repeats < repeats:
+        raise ConfigError(f"--most-repeats must be at least the {repeats} of --repeats, got {most_repeats}")
     able = [engine for engine in plan.engines if engine.refusal is None]
     if not able:
         raise ConfigError("there is nothing to verify: no engine of the plan can run this model")
@@ -113,13 +133,18 @@ def verify(
     for engine in able:
         spec = EngineSpec.parse(engine.engine)
         capacities = _capacities(engine)
+        turns = adapter_class(spec).holding(spec) != "always"
         experiment = Experiment(
             "capacity",
             setup,
             [spec],
             [Settings(capacity=_text(tokens), token_budget=plan.token_budget) for tokens in capacities.values()],
             workloads,
-            repeats=repeats,
+            repeats=repeats if turns else max(repeats, min(most_repeats, _LEAST_TO_TELL)),
+            settled=settled,
+            most_repeats=most_repeats,
+            shared=True,
+            order="turns" if turns else "sequence",
             time_limit=time_limit,
             latency=False,
             pythons=_of(spec, pythons or {}),
@@ -159,14 +184,32 @@ def _judge(summary: Summary, setting: str, tokens: int, point: Point, fastest: S
     if point.preemptions:
         why.append(f"{point.preemptions:,} preempted")
     seconds = times = None
+    noise = False
     if point.steady is not None and fastest is not None:
         seconds = point.steady.median
         times = seconds / fastest.median
-        if times > FLAT and not point.steady.overlaps(fastest):
+        slower = _slower(point.steady.values, fastest.values)
+        noise = slower is None
+        if slower:
             why.append(f"{times:.2f} times as long as the fastest setting")
     held = seconds is not None and not why
     name = summary.workload["name"]
-    return Verdict(summary.engine, name, setting, tokens, seconds, times, point.preemptions, held, tuple(why))
+    calls = 0 if point.steady is None else point.steady.count
+    preempted = point.preemptions
+    return Verdict(summary.engine, name, setting, tokens, seconds, times, preempted, held, tuple(why), noise, calls)
+
+
+def _slower(seconds: Sequence[float], fastest: Sequence[float]) -> bool | None:
+    """Whether a setting takes more than FLAT times as long as the fastest one; None when that cannot be told."""
+    if statistics.median(seconds) <= FLAT * statistics.median(fastest):
+        return False
+    return True if rank_sum_p([one / FLAT for one in seconds], fastest) <= _CHANCE else None
+
+
+def settled(samples: Sequence[Sequence[float]]) -> bool:
+    """Whether each of the settings, by the seconds of its calls, is told from the fastest or does not look slower."""
+    fastest = min(samples, key=statistics.median)
+    return all(_slower(seconds, fastest) is not None for seconds in samples)
 
 
 def conclusions(verdicts: Sequence[Verdict]) -> list[str]:
@@ -174,14 +217,20 @@ def conclusions(verdicts: Sequence[Verdict]) -> list[str]:
     said = []
     for engine in dict.fromkeys(verdict.engine for verdict in verdicts):
         planned = [verdict for verdict in verdicts if verdict.engine == engine and verdict.setting == PLANNED]
-        good = "; ".join(verdict.workload for verdict in planned if verdict.held)
+        good = "; ".join(verdict.workload for verdict in planned if verdict.held and not verdict.noise)
+        open_ = "; ".join(
+            f"{one.workload} ({one.times:.2f} times as long as the fastest setting, in the noise of {one.calls} calls)"
+            for one in planned
+            if one.held and one.noise
+        )
         bad = "; ".join(f"{one.workload} ({'; '.join(one.why) or 'not measured'})" for one in planned if not one.held)
-        parts = [f"{word} {names}" for word, names in (("held on", good), ("did not hold on", bad)) if names]
+        told = (("held on", good), ("cannot be told on", open_), ("did not hold on", bad))
+        parts = [f"{word} {names}" for word, names in told if names]
         setting = f"{planned[0].tokens:,} tokens" if planned else "as planned"
         said.append(f"{engine}, {setting}: {', '.join(parts) or 'not measured'}")
     return said
 
 
 def held(verdicts: Sequence[Verdict]) -> bool:
-    """Whether every planned setting held on every workload."""
+    """Whether no planned setting was found not to hold, on any workload."""
     return all(verdict.held for verdict in verdicts if verdict.setting == PLANNED)

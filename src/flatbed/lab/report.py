@@ -149,8 +149,13 @@ class Report:
     commands: list[str]
 
 
-def compose(records: Sequence[Mapping[str, Any]], limit: float = FLAT) -> Report:
-    """The content of a report. `limit`: up to what growth an engine is called flat."""
+def compose(records: Sequence[Mapping[str, Any]], limit: float = FLAT, *, plots: bool = True) -> Report:
+    """The content of a report.
+
+    Args:
+        limit: up to what growth an engine is called flat.
+        plots: whether to draw them, which takes seconds.
+    """
     summaries = summarise(records)
     palette = colours(list(dict.fromkeys(summary.engine for summary in summaries)))
     sections: list[Section] = []
@@ -164,8 +169,10 @@ def compose(records: Sequence[Mapping[str, Any]], limit: float = FLAT) -> Report
             [row for summary in its for row in _rows(summary)],
         )
         try:
-            section.figures = figures(workload, its, palette)
-        except ImportError:
+            section.figures = figures(workload, its, palette) if plots else []
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "matplotlib":
+                raise
             notes.append(PLOTS_MISSING)
         sections.append(section)
     sweep = records[0]["sweep"]
@@ -299,7 +306,14 @@ def _calls(plan: Mapping[str, Any]) -> str:
 
 
 def _notes(records: Sequence[Mapping[str, Any]], summaries: Sequence[Summary]) -> Iterator[str]:
-    yield "Each engine and setting ran in a process of its own."
+    shared = list(dict.fromkeys(r["engine"] for r in records if r.get("shared")))
+    if shared:
+        yield (
+            f"All settings of {', '.join(shared)} ran in one process, one for each engine: only the first of them is a "
+            "cold start, and where they took turns nobody can tell whose the process's peak of memory was."
+        )
+    if any(not r.get("shared") for r in records):
+        yield f"Each engine and setting{' besides' if shared else ''} ran in a process of its own."
     for order in (IN_TURNS, IN_SEQUENCE):
         engines = list(dict.fromkeys(r["engine"] for r in records if r["phase"] == "steady" and r["order"] == order))
         if engines:

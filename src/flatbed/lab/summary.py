@@ -2,7 +2,7 @@
 
 The reference of an engine is the smallest capacity that holds the whole workload at once; below it fewer requests run
 together, which takes longer for a good reason. Growth is the median of a larger capacity over that of the reference.
-Where the middle halves of the two samples overlap, the difference is called noise.
+A difference between samples that cannot be told apart (`Stat.overlaps`) is called noise.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from typing import Any
 
 from flatbed.lab.engines.base import PARTS
 from flatbed.lab.measure import IN_SEQUENCE, OK, setting_label
+from flatbed.lab.samples import rank_sum_p
 
 # An engine that grows by no more than this is called flat.
 FLAT = 1.05
+
+# Samples whose order would come about by chance as often as this are not told apart.
+_CHANCE = 0.05
 
 PART_NAMES = {
     "construction": "construction",
@@ -29,7 +33,7 @@ PART_NAMES = {
 
 @dataclass(frozen=True)
 class Stat:
-    """A sample of seconds: its median, quartiles (the range, of fewer than four), least and greatest, and size."""
+    """A sample of seconds: its median, quartiles (the range, of fewer than four), least and greatest, size, and all."""
 
     median: float
     low: float
@@ -37,6 +41,7 @@ class Stat:
     least: float
     greatest: float
     count: int
+    values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Stat | None:
@@ -46,11 +51,23 @@ class Stat:
         low, high = min(values), max(values)
         if len(values) >= 4:
             low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(statistics.median(values), low, high, min(values), max(values), len(values))
+        return cls(statistics.median(values), low, high, min(values), max(values), len(values), tuple(values))
 
     def overlaps(self, other: Stat) -> bool:
-        """Whether the two spreads touch. One figure alone has no spread: nothing overlaps with it."""
-        return min(self.count, other.count) > 1 and self.low <= other.high and other.low <= self.high
+        """Whether the two cannot be told apart. One figure alone has no spread: nothing overlaps with it.
+
+        Spreads that touch overlap. So do those of two or three calls that have less between them than one of them
+        is wide, because so few calls show only a part of their spread; of more, those that a rank-sum test cannot tell.
+        """
+        if min(self.count, other.count) == 1:
+            return False
+        gap = max(self.low, other.low) - min(self.high, other.high)
+        if gap <= 0:
+            return True
+        if min(self.count, other.count) < 4:
+            return gap < max(self.high - self.low, other.high - other.low)
+        longer, shorter = (self, other) if self.median > other.median else (other, self)
+        return rank_sum_p(longer.values, shorter.values) > _CHANCE
 
 
 @dataclass
@@ -61,7 +78,7 @@ class Point:
         label: the varied control, as it was written.
         x: where it stands on the axis: tokens of capacity, or the token budget; None where that is not known.
         steady: of whole calls after the first.
-        cold: construction, warm-up and the first call together.
+        cold: construction, warm-up and the first call together, as the first in their process.
         parts: median seconds by phase of a steady call; None when the engine's calls could not be split.
         cold_parts: of a cold start, likewise.
         memory: the most of each figure over all calls.
@@ -305,8 +322,9 @@ def _fill_the_rest(point: Point, calls: list[Mapping[str, Any]]) -> None:
 
 def _cold_starts(records: list[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Each start with the first call that followed it."""
-    starts = {record["cold_round"]: record for record in records if record["phase"] == "start"}
-    firsts = {record["cold_round"]: record for record in records if record["phase"] == "first"}
+    fresh = [record for record in records if record.get("fresh", True)]  # older records have no such field
+    starts = {record["cold_round"]: record for record in fresh if record["phase"] == "start"}
+    firsts = {record["cold_round"]: record for record in fresh if record["phase"] == "first"}
     return [(starts[turn], firsts[turn]) for turn in starts if turn in firsts]
 
 

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import Any
 
+from flatbed.lab.engines.base import import_if_there
 from flatbed.lab.trace_events import DECODE, PREFILL, Span
 from flatbed.lab.trace_names import ATTENTION, CACHE, SAMPLING, ZEROING
 
@@ -243,7 +244,7 @@ def _watching_flatbed(watch: Watch) -> Iterator[None]:
         wraps.inside(Pool, "clear", lambda: watch.region(ZEROING))
         wraps.inside(Pool, "copy", lambda: watch.region(CACHE))
         wraps.inside(Sampler, "sample", lambda: watch.region(SAMPLING))
-        graphs = _module("flatbed.model.graphs")
+        graphs = _graphs()
         if graphs is not None:
             wraps.wrap(graphs.DecodeGraph, "replay", replay)
             for name in ("__init__", "capture", "capture_processing"):
@@ -258,6 +259,16 @@ def _planned(plan: Any) -> list[tuple[int, int]]:
     return decodes + [(chunk.end - chunk.start, chunk.end) for chunk in plan.chunks]
 
 
+def _graphs() -> Any | None:
+    """The module of Flatbed's CUDA graphs; None without Triton, where there are none."""
+    try:
+        return importlib.import_module("flatbed.model.graphs")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise
+        return None
+
+
 # -------------------------------------------------------------------------------------------------------- Transformers
 
 
@@ -265,8 +276,8 @@ def _planned(plan: Any) -> list[tuple[int, int]]:
 def _watching_transformers(watch: Watch) -> Iterator[None]:
     """Names are those of Transformers 5.17 to 5.24."""
     package = "transformers.generation.continuous_batching"
-    api, runner = _module(f"{package}.continuous_api"), _module(f"{package}.model_runner")
-    cache, buffers = _module(f"{package}.cache"), _module(f"{package}.input_outputs")
+    api, runner = import_if_there(f"{package}.continuous_api"), import_if_there(f"{package}.model_runner")
+    cache, buffers = import_if_there(f"{package}.cache"), import_if_there(f"{package}.input_outputs")
     if api is None or runner is None or cache is None or buffers is None:
         yield
         return
@@ -344,10 +355,3 @@ def _windows(cache: Any) -> list[int | None]:
             for _ in allocator.layer_indices
         ]
     return [None if window == 1 else window for window in cache.sliding_windows.values()]  # 5.17: 1 means none
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None

@@ -1,4 +1,4 @@
-"""One engine at one setting, driven by commands: `Session` in this process, `main` in another.
+"""One engine, driven by commands: `Session` in this process, `main` in another.
 
 A process gets JSON objects, one a line, and answers each with one, on two pipes of its own; what the engine prints goes
 to its standard output, the log, and harms nothing::
@@ -56,14 +56,19 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory"
 
 
 class Session:
-    """An adapter and the workload it runs now. Each command is a method; `do` runs one and never raises."""
+    """An engine and the workload it runs now. Each command is a method; `do` runs one and never raises.
+
+    A command may name other `settings` than those it was opened with, for an engine whose settings can share a process:
+    each has an adapter of its own then, all of them on the weights that were loaded once.
+    """
 
     def __init__(
         self, spec: EngineSpec, settings: Settings, setup: Setup, *, loaded: tuple[Any, Any] | None = None
     ) -> None:
         """`loaded`: a model and its tokenizer to use instead of loading one."""
         self._spec, self._settings, self._setup, self._loaded = spec, settings, setup, loaded
-        self._adapter: Adapter | None = None
+        self._adapters: dict[Settings, Adapter] = {}
+        self._built: set[Settings] = set()  # those whose engine is there now
         self._workload: Workload | None = None
         self._weights: int | None = None
 
@@ -78,20 +83,28 @@ class Session:
             "trace": self.trace,
             "close": self.close,
         }
-        arguments = {name: value for name, value in command.items() if name != "do"}
+        arguments = {name: value for name, value in command.items() if name not in ("do", "settings")}
         try:
+            if "settings" in command:
+                self._settings = Settings(**command["settings"])
             return commands[command["do"]](**arguments)
         except Exception as error:  # an engine raises what it likes, and every failure is a result
             traceback.print_exc()
             return {"error": {"kind": _kind(error), "message": _message(error)}}
 
     def hello(self) -> dict[str, Any]:
-        """Makes the adapter. Answers with the versions here; fails when the engine is missing or of another version."""
+        """Makes the adapter and imports its engine. Answers with the versions here, and the seconds of the import.
+
+        Fails when the engine is missing or of another version.
+        """
         found = adapter_class(self._spec)
-        self._adapter = found(self._spec, self._settings, self._setup)
         versions = {"python": platform.python_version(), **_versions((*_PACKAGES, found.package))}
         _check_version(self._spec, found.package, versions.get(found.package))
-        return {"versions": versions}
+        start = time.perf_counter()
+        found.import_packages()
+        seconds = time.perf_counter() - start
+        self._adapters[self._settings] = found(self._spec, self._settings, self._setup)
+        return {"versions": versions, "seconds": seconds}
 
     def load(self) -> dict[str, Any]:
         """Loads the weights. Answers with the seconds, the bytes they take, and those the device has."""
@@ -105,8 +118,9 @@ class Session:
     def construct(self, workload: Mapping[str, Any]) -> dict[str, Any]:
         """Builds the engine for a workload, which `run` runs from now on."""
         self._workload = from_json(workload)
+        self._built.add(self._settings)
         gc.collect()  # what an earlier engine left behind is not this one's memory
-        _reset_peak()
+        _forget_memory()
         others: dict[str, float] = {}
         seconds = _timed(lambda: others.update(self._here.construct(self._workload)))  # type: ignore[arg-type]
         return {
@@ -157,21 +171,30 @@ class Session:
         return traced.to_json()
 
     def close(self) -> dict[str, Any]:
-        if self._adapter is not None:
-            self._adapter.close()
+        if self._settings in self._adapters:
+            self._adapters[self._settings].close()
+        self._built.discard(self._settings)
         return {}
+
+    def close_all(self) -> None:
+        """`close`, for all settings."""
+        for settings in list(self._adapters):
+            self.do({"do": "close", "settings": settings.to_json()})
 
     @property
     def _here(self) -> Adapter:
-        if self._adapter is None:
+        if not self._adapters:
             raise ConfigError("the session was not opened: say hello first")
-        return self._adapter
+        if self._settings not in self._adapters:
+            first = next(iter(self._adapters.values()))
+            self._adapters[self._settings] = first.sibling(self._settings)
+        return self._adapters[self._settings]
 
     def _memory(self) -> MemoryResult:
         memory = self._here.memory()
         if memory.weights is None:
             memory.weights = self._weights
-        if memory.peak is None:
+        if memory.peak is None and len(self._built) == 1:  # of several engines nobody can tell whose it was
             memory.peak = _peak(self._setup.device, memory.outside_torch)
         return memory
 
@@ -224,9 +247,11 @@ def _gpu() -> dict[str, Any]:
     return {} if torch is None else {"gpu": torch.cuda.get_device_name(), "gpu_memory_bytes": _device_bytes()}
 
 
-def _reset_peak() -> None:
+def _forget_memory() -> None:
+    """Gives back what torch keeps of memory that nothing uses, and starts peaks anew."""
     torch = _cuda()
     if torch is not None:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
         with contextlib.suppress(OSError):
@@ -234,7 +259,7 @@ def _reset_peak() -> None:
 
 
 def _peak(device: str, outside_torch: int) -> int | None:
-    """The most bytes since `_reset_peak`; None when it is not this process that holds them, as vLLM's may not."""
+    """The most bytes since `_forget_memory`; None when it is not this process that holds them, as vLLM's may not."""
     torch = _cuda()
     if torch is not None:
         return int(torch.cuda.max_memory_reserved()) + outside_torch
@@ -335,4 +360,4 @@ def main(commands_fd: int, answers_fd: int) -> None:
             answers.write(json.dumps(session.do(command), default=str) + "\n")
             answers.flush()
         if session is not None:
-            session.do({"do": "close"})
+            session.close_all()

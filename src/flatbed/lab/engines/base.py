@@ -2,10 +2,10 @@
 
 ::
 
-    load ─▶ construct ─▶ warm_up ─▶ run ─▶ run ─▶ ...  ─▶ close
-    weights   pool, ...   graphs     first   steady          (construct may follow again, for another workload)
+    import_packages ─▶ load ─▶ construct ─▶ warm_up ─▶ run ─▶ run ─▶ ...  ─▶ close
+       code           weights   pool, ...   graphs     first   steady      (construct may follow: another workload)
 
-Each of the four is timed apart by whoever drives the adapter; an engine that builds its pool anew in every call tells
+Each is timed apart by whoever drives the adapter; an engine that builds its pool anew in every call tells
 the parts in `RunResult.parts` instead.
 
 Adapters run in processes that may have nothing but torch and that one engine installed: this file needs neither.
@@ -202,12 +202,14 @@ class Adapter(ABC):
         package: the distribution whose version is the engine's.
         controls: which of CONTROLS it has; an engine without one is measured once where that one is varied, as a
             reference.
+        shares: whether several settings of it can share one process and its weights; see `sibling`.
 
     Every method may raise: ConfigError (and its kinds above) for what cannot be had, anything else for what went wrong.
     """
 
     package: ClassVar[str]
     controls: ClassVar[frozenset[str]] = frozenset(CONTROLS)
+    shares: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec, settings: Settings, setup: Setup) -> None:
         self.spec = spec
@@ -226,6 +228,17 @@ class Adapter(ABC):
         the other taken.
         """
         return "always"
+
+    @classmethod  # noqa: B027 - a hook, empty on purpose
+    def import_packages(cls) -> None:
+        """Imports what the engine is made of: seconds that belong to no phase. Must not initialise the device."""
+
+    def sibling(self, settings: Settings) -> Adapter:
+        """This engine at another setting, on the weights that were loaded here.
+
+        Raises NotSupported for an engine that needs a process of its own for each setting.
+        """
+        raise NotSupported(f"engine {self.spec.text!r} needs a process of its own for each setting")
 
     @abstractmethod
     def load(self) -> None:
@@ -266,8 +279,20 @@ class ModelAdapter(Adapter):
         attention: the name that Transformers' `attn_implementation` gets; None leaves it.
     """
 
+    shares = True
     model: Any = None
     tokenizer: Any = None
+
+    @classmethod
+    def import_packages(cls) -> None:
+        from flatbed.lab import models
+
+        models.import_packages()
+
+    def sibling(self, settings: Settings) -> ModelAdapter:
+        made = type(self)(self.spec, settings, self.setup)
+        made.model, made.tokenizer = self.model, self.tokenizer
+        return made
 
     @property
     def attention(self) -> str | None:
@@ -340,6 +365,30 @@ def adapter_class(spec: EngineSpec) -> type[Adapter]:
     if not (inspect.isclass(found) and issubclass(found, Adapter)):
         raise ConfigError(f"engine {spec.name!r} is not a class made from flatbed.lab.engines.base.Adapter")
     return found
+
+
+def import_if_there(path: str) -> Any | None:
+    """The module of that path, or None where it, or a package that it lies in, is not installed.
+
+    Raises ImportError when it is there and cannot be imported, because something that it needs is missing, say.
+    """
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise
+        return None
+
+
+def require(package: str) -> None:
+    """Imports an engine's package. Raises MissingEngine when it, or a package that it needs, is not installed.
+
+    Raises ImportError for anything else that is wrong with it: that is not missing, but broken, and told as it is.
+    """
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise MissingEngine(f"{package} cannot be imported: {error}") from error
 
 
 def one_word(spec: EngineSpec, what: str) -> str | None:

@@ -37,10 +37,10 @@ class FlatbedAdapter(ModelAdapter):
     def holding(cls, spec: EngineSpec) -> Holding:
         return "live"
 
-    def load(self) -> None:
-        import flatbed.engine  # noqa: F401 - importing it is no part of construction
-
-        super().load()
+    @classmethod
+    def import_packages(cls) -> None:
+        super().import_packages()
+        import flatbed.engine  # noqa: F401
 
     def construct(self, workload: Workload) -> dict[str, float]:
         from flatbed.engine import Engine

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -32,7 +31,9 @@ from flatbed.lab.engines.base import (
     ModelAdapter,
     RunResult,
     Settings,
+    import_if_there,
     latencies,
+    require,
 )
 from flatbed.lab.workloads import Workload
 
@@ -63,9 +64,10 @@ class TransformersAdapter(ModelAdapter):
     def attention(self) -> str | None:
         return _attention(self.spec)
 
-    def load(self) -> None:
+    @classmethod
+    def import_packages(cls) -> None:
         _manager_class()  # a version without continuous batching is told before weights are loaded
-        super().load()
+        super().import_packages()
 
     def construct(self, workload: Workload) -> dict[str, float]:
         self.close()
@@ -358,10 +360,8 @@ class _Probe:
 
 
 def _manager_class() -> Any:
-    try:
-        found = _named("continuous_api", "ContinuousBatchingManager")
-    except ImportError as error:
-        raise MissingEngine(f"transformers cannot be imported: {error}") from error
+    require("transformers")
+    found = _named("continuous_api", "ContinuousBatchingManager")
     if found is None:
         raise MissingEngine("this version of Transformers has no continuous batching")
     return found
@@ -370,15 +370,9 @@ def _manager_class() -> Any:
 def _named(module: str, name: str) -> Any:
     """A class of Transformers' continuous batching, or None where this version has none of that name.
 
-    Raises ImportError when Transformers itself cannot be imported.
+    Raises ImportError when something that Transformers' continuous batching needs cannot be imported.
     """
-    path = f"transformers.generation.continuous_batching.{module}"
-    try:
-        return getattr(importlib.import_module(path), name, None)
-    except ModuleNotFoundError as error:
-        if error.name and path.startswith(error.name) and error.name != "transformers":
-            return None
-        raise
+    return getattr(import_if_there(f"transformers.generation.continuous_batching.{module}"), name, None)
 
 
 def _attention(spec: EngineSpec) -> str | None:

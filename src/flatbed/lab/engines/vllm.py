@@ -2,7 +2,8 @@
 
 A capacity becomes `gpu_memory_utilization` (a percentage: of all memory, weights included, as vLLM counts it),
 `num_gpu_blocks_override` (tokens or blocks) or `kv_cache_memory_bytes` (bytes). vLLM loads its weights by itself, from
-a checkpoint; built-in shapes are written to one first. When its engine runs in this process
+a checkpoint; built-in shapes are written to one first (with `load_format=dummy`, where vLLM makes up weights, only
+their config is). When its engine runs in this process
 (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) loading and warm-up are timed apart from construction, and live blocks and
 preemptions are seen; otherwise the record says that they are not.
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import subprocess
 import sys
 import time
@@ -28,12 +28,13 @@ from flatbed.lab.engines.base import (
     Adapter,
     EngineSpec,
     MemoryResult,
-    MissingEngine,
     RunResult,
     Settings,
     Setup,
+    import_if_there,
     latencies,
     one_word,
+    require,
 )
 from flatbed.lab.workloads import LabRequest, Workload
 from flatbed.models import AUTO, cache_folder
@@ -61,16 +62,19 @@ class VllmAdapter(Adapter):
     def check(cls, spec: EngineSpec, settings: Settings) -> None:
         one_word(spec, "the name of an attention backend")
 
+    @classmethod
+    def import_packages(cls) -> None:
+        require("vllm")
+
     def load(self) -> None:
         """Puts a checkpoint in place; the weights are loaded by `construct`."""
-        try:
-            importlib.import_module("vllm")
-        except ImportError as error:
-            raise MissingEngine(f"vllm cannot be imported: {error}") from error
         if self.setup.checkpoint is not None:
             self._checkpoint = Path(self.setup.checkpoint)
             return
         folder = cache_folder() / "lab" / self.setup.model.replace(":", "-").replace("/", "-")
+        if models.is_shape(self.setup.model) and self.spec.option("load_format") == "dummy":
+            self._checkpoint = models.save_config(self.setup.model, folder.with_name(f"{folder.name}-config"))
+            return
         # In a process of its own: nothing of that model may stay on the device, nor may CUDA be initialised here.
         code = "import sys; from flatbed.lab.models import save; print(save(sys.argv[1], sys.argv[2]))"
         made = subprocess.run(
@@ -247,10 +251,7 @@ def _params(workload: Workload, request: LabRequest, *, deltas: bool = False) ->
 
 def _time_phases(phases: dict[str, float], stack: ExitStack) -> None:
     """Times methods of vLLM's worker while `stack` is open, into `phases`; does nothing where they are not."""
-    try:
-        worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
-    except (ImportError, AttributeError):
-        return
+    worker = getattr(import_if_there("vllm.v1.worker.gpu_worker"), "Worker", None)
     for name, phase in _OTHER_PHASES.items():
         original = getattr(worker, name, None)
         if original is not None:

@@ -24,7 +24,7 @@ TOKEN_BYTES = 512
 _ARGUMENTS = {
     "skip_tokenizer_init", "dtype", "seed", "gpu_memory_utilization", "enforce_eager", "kv_cache_memory_bytes",
     "attention_backend", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override",
-    "block_size", "enable_prefix_caching", "disable_log_stats",
+    "block_size", "enable_prefix_caching", "disable_log_stats", "load_format",
 }  # fmt: skip
 
 
