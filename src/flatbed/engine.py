@@ -406,8 +406,8 @@ class Engine:
     def _launch_ahead(self) -> None:
         """Plans and launches steps until as many are under way as may be."""
         while len(self._flights) < self._steps.depth and not (self._flights and self._flights[-1].needs_history):
-            if self._scheduler.waiting and self.config.prefix_cache:
-                self._forget_old_weights()
+            if self._scheduler.waiting and self.config.prefix_cache and self._forget_old_weights():
+                self._runner.refresh_casts()
             plan = self._scheduler.plan()
             if plan is None:
                 return
@@ -668,6 +668,7 @@ class Engine:
             if self._runner.kv_dtype != self._pool.dtype:
                 self._pool.close()
                 self._pool, self._scheduler = self._make_pool()
+        if self._runner.refresh_casts() or moved:
             self._steps.reset(capture=self._moves < _MOVES_IN_A_ROW)
         if not self.config.prefix_cache:
             return
@@ -702,9 +703,9 @@ class Engine:
         )
 
     def memory(self) -> MemoryReport:
-        """Bytes of the K/V pool."""
+        """Bytes of the K/V pool, and what else the engine holds."""
         pool = self._scheduler.pool
-        return self._pool.report(pool.held, pool.peak_held, self._steps.graph_bytes)
+        return self._pool.report(pool.held, pool.peak_held, self._steps.graph_bytes, self._runner.cast_bytes)
 
     def release(self, *, graphs: bool = False) -> None:
         """Gives back the memory that no running request holds; empties the prefix cache. Addresses stay.
@@ -714,6 +715,8 @@ class Engine:
         """
         self._check_open()
         self._pool.shrink(self._scheduler.trim())
+        if not self._requests and not self._calls:
+            self._runner.release_casts()
         if graphs and not self._flights:
             self._steps.reset()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from emulated import Graph, emulate, engine
 from families import build, reference
-from stepping import check_draws, check_graph_equals_eager, check_penalty, draw_prompts, mixed
+from stepping import check_draws, check_graph_equals_eager, check_penalty, draw_prompts, mixed, samples
 
 import flatbed
 
@@ -57,3 +59,25 @@ def test_the_penalty_equals_generates_and_does_not_stop_the_run_ahead() -> None:
     model = build("llama")
     with engine(model) as made:
         check_penalty(made, lambda prompt: reference(model, prompt, 5, repetition_penalty=1.5), few=1, tokens=5)
+
+
+def test_graphs_in_mixed_precision_see_new_weights_and_outlive_the_memory_of_their_casts() -> None:
+    model, prompts = build("llama"), draw_prompts(2, 8)
+    params = flatbed.SamplingParams(max_new_tokens=4, ignore_eos=True)
+
+    def under_autocast(make: Callable[..., flatbed.Engine]) -> flatbed.Engine:
+        with torch.autocast("cpu", torch.bfloat16):
+            return make(model, capacity="64 blocks", prefix_cache=False)
+
+    with under_autocast(engine) as ahead:
+        first = samples(ahead.generate(prompts, params))
+        ahead.release()
+        assert ahead.memory().casts == 0
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+        captured = Graph.captured
+        second = samples(ahead.generate(prompts, params))
+        assert Graph.captured == captured
+    assert first != second
+    with under_autocast(flatbed.Engine) as behind:
+        assert samples(behind.generate(prompts, params)) == second

@@ -23,7 +23,7 @@ from flatbed.memory.capacity import KVLayout
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one engine's K/V pool and graphs.
+    """Bytes of one engine's K/V pool, and of what else it holds.
 
     Attributes:
         capacity: the most that K/V may take.
@@ -32,6 +32,7 @@ class MemoryReport:
         live: K/V blocks of running requests.
         peak: the most that `live` has been.
         graphs: memory of captured graphs.
+        casts: in mixed precision, memory of the weights that were cast for this call.
     """
 
     capacity: int
@@ -40,6 +41,7 @@ class MemoryReport:
     live: int
     peak: int
     graphs: int = 0
+    casts: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Pool:
         size = self.layout.block_bytes
         return buffer[: buffer.numel() // size * size].view(-1, size)
 
-    def report(self, held: int, peak_held: int, graph_bytes: int = 0) -> MemoryReport:
+    def report(self, held: int, peak_held: int, graph_bytes: int = 0, cast_bytes: int = 0) -> MemoryReport:
         """Bytes, for `held` blocks of running requests now and `peak_held` at most."""
         size = self.layout.block_bytes
         return MemoryReport(
@@ -155,6 +157,7 @@ class Pool:
             live=held * size,
             peak=peak_held * size,
             graphs=graph_bytes,
+            casts=cast_bytes,
         )
 
     def close(self) -> None:

@@ -20,9 +20,11 @@ from flatbed.attention.base import AttentionBackend
 from flatbed.errors import UnsupportedModelError
 from flatbed.memory.capacity import LayerShape
 from flatbed.memory.pool import LayerCache, Pool
+from flatbed.memory.select import make_backing
 from flatbed.memory.transfer import upload
 from flatbed.model import cpu_ops
 from flatbed.model.buffers import step_inputs
+from flatbed.model.casts import Casts, watching
 from flatbed.model.deterministic.attention import choose_invariant
 from flatbed.model.deterministic.check import check_rows
 from flatbed.model.deterministic.operators import BatchInvariant
@@ -58,6 +60,7 @@ class ModelRunner:
         self.identity = Identity(self.model)
         self.shadow: nn.Module
         self.layers: tuple[LayerShape, ...] = ()
+        self._casts: Casts | None = None
         self._pool: Pool | None = None
         self._backend: AttentionBackend | None = None
         if deterministic:
@@ -73,15 +76,20 @@ class ModelRunner:
         """A new shadow, after the user's model was moved, converted or had modules replaced."""
         self.device = next(self.model.parameters()).device
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._close_casts()
         try:
             self.shadow = make_shadow(self.model, NAME)
             self.fusions = {} if self._invariant is not None else fuse(self.shadow)
             parameters = inspect.signature(_inside_peft(self.shadow).forward).parameters
             self._selects_logits = "logits_to_keep" in parameters
+            products: dict[nn.Linear, torch.dtype] = {}
             with torch.inference_mode(), without_hooks(self.shadow):
-                if self._invariant is not None:
+                if self._invariant is not None:  # it follows the weights themselves
                     self._check_rows(self._invariant)
-                self._session, calls = probe(self.shadow, lambda: self._call(one, one, one[0]))
+                    self._session, calls = probe(self.shadow, lambda: self._call(one, one, one[0]))
+                else:
+                    with watching(self.shadow) as products:
+                        self._session, calls = probe(self.shadow, lambda: self._call(one, one, one[0]))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot be run by Flatbed: {error}") from error
         except Exception as error:
@@ -99,6 +107,7 @@ class ModelRunner:
         self.kv_dtype = calls[0].dtype
         if any(call.dtype != self.kv_dtype for call in calls):
             raise UnsupportedModelError(f"{type(self.model).__name__} has keys of several dtypes")
+        self._casts = Casts(products, self.device, make_backing) if products else None
         if self._pool is not None and self._backend is not None:
             self.bind(self._pool, self._backend)
 
@@ -124,8 +133,28 @@ class ModelRunner:
 
                 self.fusions |= fuse_modules(self.shadow)
 
+    def refresh_casts(self) -> bool:
+        """In mixed precision: casts the weights as they are now. True when steps read other addresses than before."""
+        return self._casts is not None and self._casts.refresh()
+
+    def release_casts(self) -> None:
+        """Gives the memory of the casts back; `refresh_casts` comes before the next step."""
+        if self._casts is not None:
+            self._casts.release()
+
+    @property
+    def cast_bytes(self) -> int:
+        """Memory that casts of weights take now."""
+        return 0 if self._casts is None else self._casts.committed
+
+    def _close_casts(self) -> None:
+        if self._casts is not None:
+            self._casts.close()
+            self._casts = None
+
     def unbind(self) -> None:
-        """Lets go of the pool."""
+        """Lets go of the pool, and of the memory of its own."""
+        self._close_casts()
         self._pool = self._backend = self._session.backend = None
         self._session.layers = ()
 
