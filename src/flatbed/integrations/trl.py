@@ -74,8 +74,8 @@ def use_flatbed(
             own, at temperature 1.
         seed: makes rollouts a function of it, of the process and of the number of the generation. None draws from
             torch's global generator, as `generate` does, so that `args.seed` governs.
-        held: the most memory that stays with the engine while a step is trained. K/V never do, nor what is cast in mixed
-            precision; CUDA graphs that take more are let go, and captured again in the next generation.
+        held: the most memory that stays with the engine while a step is trained. K/V never do, nor what is cast in
+            mixed precision; CUDA graphs that take more are let go, and captured again in the next generation.
         settings: further ones of the engine.
 
     A `transformers_continuous_batching_config` of a trainer with `use_transformers_continuous_batching` is translated;
