@@ -133,6 +133,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "granite": _llama_like("GraniteForCausalLM", "GraniteConfig", attention_multiplier=0.2, logits_scaling=2.0),
     "starcoder2": _llama_like("Starcoder2ForCausalLM", "Starcoder2Config", sliding_window=24),
     "smollm3": _llama_like("SmolLM3ForCausalLM", "SmolLM3Config", no_rope_layers=[1, 0]),
+    # Llama's code to the letter, but for the function that it calls to rotate.
+    "ernie4_5": _llama_like("Ernie4_5ForCausalLM", "Ernie4_5Config", head_dim=12),
     "cohere": _llama_like("CohereForCausalLM", "CohereConfig", logit_scale=1.0),
 }
 

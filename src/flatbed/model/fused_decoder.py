@@ -1,8 +1,8 @@
 """A whole decoder of the Llama kind through fused operations: 9 launches a layer on CUDA instead of about 40.
 
 A decoder is recognised by its code, not by its name: each of its classes must have a forward whose body is the same
-as that of a class we know (Llama, Qwen2, Qwen3, Mistral, as installed), its parts must be plain, and nobody may have
-hooked into them. Everything else runs as its model wrote it.
+as that of a class we know (Llama, Qwen2, Qwen3, Mistral, as installed), and so must the functions that it calls; its
+parts must be plain, and nobody may have hooked into them. Everything else runs as its model wrote it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ _KNOWN: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+# Functions that a forward names and that decide nothing here: attention runs through Flatbed's own.
+_NOT_RUN = {"eager_attention_forward"}
+
+
 def _text_of(function: ast.FunctionDef) -> str:
     """A function's body as text: no decorators, annotations, docstrings or comments."""
     statements = function.body
@@ -59,37 +63,83 @@ def _text_of(function: ast.FunctionDef) -> str:
     return "\n".join(map(ast.unparse, statements))
 
 
-@functools.cache
-def _body(function: Callable[..., Any]) -> str:
-    """The body of a forward as it runs now (somebody may have put another in the place of the class's own)."""
-    parsed = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+def _parsed(function: Callable[..., Any]) -> ast.FunctionDef:
+    parsed = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if not isinstance(parsed, ast.FunctionDef):
         raise TypeError("a lambda")
-    return _text_of(parsed)
+    return parsed
+
+
+def _code(function: ast.FunctionDef, find: Callable[[str], ast.FunctionDef | None]) -> str:
+    """The text of a function and of those that it calls by name, which `find` gives (None for what is no function of
+    its file). Two forwards may read alike and call another `apply_rotary_pos_emb` each, as Llama's and Ernie 4.5's do.
+    """
+    texts, seen, pending = [_text_of(function)], {function.name, *_NOT_RUN}, [function]
+    while pending:
+        one = pending.pop()
+        for node in ast.walk(one):
+            if isinstance(node, ast.Name) and node.id not in seen:
+                seen.add(node.id)
+                called = find(node.id)
+                if called is not None:
+                    pending.append(called)
+                    defaults = map(ast.unparse, (*called.args.defaults, *filter(None, called.args.kw_defaults)))
+                    texts.append(f"{node.id} {', '.join(defaults)}\n{_text_of(called)}")
+    return "\n".join((texts[0], *sorted(texts[1:])))
+
+
+def _called(function: types.FunctionType) -> dict[str, types.FunctionType]:
+    """The functions of the same file that a function calls, and those that they call, as they are now, by name."""
+    found: dict[str, types.FunctionType] = {}
+    pending = [function]
+    while pending:
+        one = pending.pop()
+        for name in one.__code__.co_names:
+            value = one.__globals__.get(name)
+            if isinstance(value, types.FunctionType) and value.__module__ == one.__module__ and name not in found:
+                found[name] = inspect.unwrap(value)
+                pending.append(found[name])
+    return found
+
+
+def _running(kind: type[nn.Module]) -> str:
+    """The code of a class's forward as it runs now: somebody may have put another in the place of the class's own, or
+    of a function that it calls."""
+    function = inspect.unwrap(kind.forward)
+    return _read(function, tuple(_called(function).items()))
 
 
 @functools.cache
-def _known_bodies(role: str) -> frozenset[str]:
-    """The bodies we know, out of Transformers' source files: what stands there, not what runs in this process."""
-    bodies = set()
+def _read(function: types.FunctionType, called: tuple[tuple[str, types.FunctionType], ...]) -> str:
+    functions = dict(called)
+    return _code(_parsed(function), lambda name: _parsed(functions[name]) if name in functions else None)
+
+
+@functools.cache
+def _known_forwards(role: str) -> frozenset[str]:
+    """The forwards we know, out of Transformers' source files: what stands there, not what runs in this process."""
+    codes = set()
     for name, kind in _KNOWN[role]:
         try:
             module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-            source = ast.parse(inspect.getsource(module))
+            source = ast.parse(inspect.getsource(module)).body
         except (ImportError, OSError):  # this Transformers does not have it, or not its source
             continue
-        for node in ast.walk(source):
+        functions = {node.name: node for node in source if isinstance(node, ast.FunctionDef)}
+        for node in source:
             if isinstance(node, ast.ClassDef) and node.name == kind:
-                bodies |= {_text_of(f) for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward"}
-    return frozenset(bodies)
+                codes |= {
+                    _code(f, functions.get) for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward"
+                }
+    return frozenset(codes)
 
 
 def _knows(role: str, module: nn.Module) -> bool:
     if "forward" in module.__dict__ or _hooked(module):
         return False
     try:
-        return _body(type(module).forward) in _known_bodies(role)
-    except (OSError, TypeError, SyntaxError):  # no source to look at
+        return _running(type(module)) in _known_forwards(role)
+    except (OSError, TypeError, AttributeError, SyntaxError):  # no source to look at
         return False
 
 
