@@ -7,6 +7,7 @@ names it, logits processors of every kind are applied, and neither the model nor
 
 from __future__ import annotations
 
+import copy
 import types
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from flatbed.config import from_transformers
 from flatbed.engine import Engine
 from flatbed.errors import ConfigError, FlatbedWarning
+from flatbed.model.runner import check_module
 from flatbed.request import Completion, Output
 from flatbed.sampling.processors import from_generation_config
 from flatbed.sampling.random import derive_seed
@@ -38,6 +40,7 @@ def install(model: nn.Module, tokenizer: Any | None = None, **settings: Any) -> 
 
     Raises as `flatbed.Engine` does when the model cannot be run. Installing again replaces the settings.
     """
+    check_module(model)
     installed = GenerateBatch(model, tokenizer, settings)
     uninstall(model)
     model.__dict__[_METHOD] = installed
@@ -136,18 +139,20 @@ class GenerateBatch:
         root = int(torch.randint(2**62, (1,))) if seed is None else seed
         engine = self.engine(settings)
         assert model is not None, "engine() has looked"
-        config = model.generation_config if generation_config is None else generation_config
+        config: Any = model.generation_config if generation_config is None else generation_config
+        if max_new_tokens is not None:  # in the config, so that processors which count tokens know of it
+            config = copy.deepcopy(config)
+            config.max_new_tokens = max_new_tokens
         params = []
         for i, prompt in enumerate(inputs):
             one = from_generation_config(
-                config,  # type: ignore[arg-type]
+                config,
                 model,
                 prompt_length=len(prompt),
                 longest=engine.longest,
                 logprobs=translation.logprobs,
             )
-            length = one.max_new_tokens if max_new_tokens is None else max_new_tokens
-            params.append(replace(one, max_new_tokens=length, seed=derive_seed(root, i)))
+            params.append(replace(one, seed=derive_seed(root, i)))
         names = [f"req_{i}" for i in range(len(inputs))]
         progress = _Progress(len(inputs), progress_bar)
         try:
