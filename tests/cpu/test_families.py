@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, build, reference
+from families import FAMILIES, UNEVEN, VOCABULARY, build, reference
 from transformers.models.llama import modeling_llama
 
 import flatbed
@@ -14,7 +14,7 @@ import flatbed
 NEW_TOKENS = 24
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *UNEVEN])
 def test_greedy_equals_generate(family: str) -> None:
     model = build(family)
     draw = random.Random(7)

@@ -50,6 +50,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: nn.Module, max_rows: int, *, deterministic: bool = False) -> None:
+        check_module(model)
         self.model: Any = unwrap(model)
         check_architecture(self.model)
         _check_weights(self.model)
@@ -120,10 +121,12 @@ class ModelRunner:
         if ops is not None:
             self.fusions["decoder-layer"] = fuse_decoder(self.shadow, self._session, self._calls, ops)
 
-    def unbind(self) -> None:
-        """Lets go of the pool."""
+    def let_go(self) -> None:
+        """Lets go of the pool and of the user's model. It can run nothing afterwards."""
         self._pool = self._backend = self._session.backend = None
         self._session.layers = ()
+        self.model = self.shadow = self.identity = None  # type: ignore[assignment]
+        self._calls = []
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -214,6 +217,14 @@ def _operations(
     return None
 
 
+def check_module(model: object) -> None:
+    """Raises UnsupportedModelError for what is no module at all: a name, a pipeline."""
+    if not isinstance(model, nn.Module):
+        wraps = isinstance(getattr(model, "model", None), nn.Module)
+        wanted = "its .model" if wraps else "one that is loaded: AutoModelForCausalLM.from_pretrained(...)"
+        raise UnsupportedModelError(f"{type(model).__name__} is not a model; pass {wanted}")
+
+
 def check_architecture(model: Any) -> None:
     """Raises UnsupportedModelError when no model of this class and config can be run; looks at no weights."""
     config = getattr(model, "config", None)
@@ -238,7 +249,8 @@ def check_architecture(model: Any) -> None:
         refuse(f"it has layers of kind {', '.join(sorted(kinds))}; Flatbed has {', '.join(sorted(_KV_LAYERS))}")
     if getattr(text, "num_kv_shared_layers", 0):
         refuse("its layers share K/V with each other")
-    if getattr(text, "use_bidirectional_attention", None):
+    # "vision" is between the tokens of an image, which no prompt has here.
+    if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):
         refuse("it attends in both directions")
 
 
