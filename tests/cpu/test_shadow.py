@@ -7,6 +7,7 @@ import gc
 import inspect
 import random
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -767,6 +768,12 @@ def partly_offloaded() -> nn.Module:
     return model
 
 
+def quantised_dynamically() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would like it to be done elsewhere
+        return torch.ao.quantization.quantize_dynamic(build("llama"), {nn.Linear}, dtype=torch.qint8)
+
+
 def not_loaded() -> nn.Module:
     with torch.device("meta"):
         return build("llama")
@@ -814,6 +821,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "LlamaForCausalLM (offloaded)": (offloaded, "not loaded|meta|accelerate"),
     "LlamaForCausalLM (partly offloaded)": (partly_offloaded, "several devices|accelerate"),
     "LlamaForCausalLM (dispatched)": (dispatched, "accelerate"),
+    "LlamaForCausalLM (quantised dynamically)": (quantised_dynamically, "scale the activations of all tokens"),
     "LlamaForCausalLM (meta)": (not_loaded, "meta device"),
 }
 

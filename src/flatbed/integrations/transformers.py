@@ -21,11 +21,12 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from flatbed.config import from_transformers
 from flatbed.engine import Engine
-from flatbed.errors import ConfigError, FlatbedWarning
+from flatbed.errors import ConfigError, FlatbedWarning, RequestError
 from flatbed.model.runner import check_module
 from flatbed.request import Completion, Output
 from flatbed.sampling.processors import from_generation_config
 from flatbed.sampling.random import derive_seed
+from flatbed.text import encode
 
 _METHOD = "generate_batch"
 
@@ -98,6 +99,13 @@ class GenerateBatch:
             self._engine.close()
             self._engine = None
 
+    def _length(self, prompt: Any) -> int:
+        """Tokens of a prompt; 0 of one that the engine will refuse."""
+        try:
+            return len(encode(prompt, self._tokenizer, ""))
+        except RequestError:
+            return 0
+
     def __call__(
         self,
         inputs: list[list[int]],
@@ -124,6 +132,8 @@ class GenerateBatch:
                 "warmup, max_new_tokens"
             )
             raise ConfigError(f"generate_batch got unknown keywords {', '.join(sorted(unknown))}; known: {known}")
+        if not hasattr(inputs, "__len__"):
+            raise ConfigError(f"generate_batch takes a list of prompts, got {type(inputs).__name__}")
         if len(inputs) == 0:
             return {}
         translation = from_transformers(continuous_batching_config)
@@ -148,7 +158,7 @@ class GenerateBatch:
             one = from_generation_config(
                 config,
                 model,
-                prompt_length=len(prompt),
+                prompt_length=self._length(prompt),
                 longest=engine.longest,
                 logprobs=translation.logprobs,
             )

@@ -35,6 +35,8 @@ from flatbed.scheduling.plan import BatchPlan, Ints
 
 # Layer kinds of `config.layer_types` whose state is K/V alone.
 _KV_LAYERS = {"full_attention", "sliding_attention"}
+# Layers of torch.ao.quantization.quantize_dynamic, which quantise activations per tensor.
+_SCALED_TOGETHER = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 
 
 class ModelRunner:
@@ -260,6 +262,11 @@ def _check_weights(model: nn.Module) -> None:
     if len(devices) != 1:
         told = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModelError(f"{name} cannot be run by Flatbed: its parameters are on several devices ({told})")
+    if any(type(module).__module__.startswith(_SCALED_TOGETHER) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} cannot be run by Flatbed: its dynamically quantised layers scale the activations of all tokens of "
+            "a step together, so that requests would change each other's results; quantise weights only, or by rows"
+        )
     if any(hasattr(p, "device_mesh") for p in model.parameters()):  # a DTensor
         raise UnsupportedModelError(
             f"{name} cannot be run by Flatbed: its weights lie in pieces on several processes; gather them first "
