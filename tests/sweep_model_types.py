@@ -2,8 +2,8 @@
 
     python tests/sweep_model_types.py [TYPE ...]
 
-Each type is built from its default config with small sizes and random weights, and must give, greedily in float32, what `generate` gives
-for each prompt alone, or be refused by name and reason when the engine is built. A line a type, then the counts; the
+Each type is built from its default config with small sizes and random weights. It must give, greedily in float32, what
+`generate` gives for each prompt alone, or be refused by name and reason when the engine is built. A line a type, then the counts; the
 exit status is 1 when a type differs or raises anything else. About ten minutes on one core.
 """
 
@@ -53,24 +53,20 @@ _SIZES: dict[int | None, str] = {
 SIZES = {name: value for value, names in _SIZES.items() for name in names.split()}
 # Built smaller than this or not at all.
 MOST_PARAMETERS = 30_000_000
+_EQUAL_HEADS = {"num_key_value_heads": 4}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What a type needs besides: heads that its own code insists on, ids that it must have, layers that fit two of them.
 SPECIAL: dict[str, dict[str, Any]] = {
-    **{
-        name: {"num_key_value_heads": 4}
-        for name in (
-            "deepseek_v3",
-            "axk1",
-            "glm4_moe_lite",
-            "longcat_flash",
-            "minicpm3",
-            "sarvam_mla",
-            "youtu",
-            "dots3_note_text",
-        )  # fmt: skip
-    },
+    "deepseek_v3": _EQUAL_HEADS,
+    "axk1": _EQUAL_HEADS,
+    "glm4_moe_lite": _EQUAL_HEADS,
+    "longcat_flash": _EQUAL_HEADS,
+    "minicpm3": _EQUAL_HEADS,
+    "sarvam_mla": _EQUAL_HEADS,
+    "youtu": _EQUAL_HEADS,
+    "dots3_note_text": _EQUAL_HEADS,
     "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "group_limited_greedy"},
     "blt": {"encoder_hash_byte_group_vocab": 50, "encoder_hash_byte_group_nb_functions": 1},
     "cwm": _IDS,
