@@ -3,8 +3,8 @@
     python tests/sweep_model_types.py [TYPE ...]
 
 Each type is built from its default config with small sizes and random weights. It must give, greedily in float32, what
-`generate` gives for each prompt alone, or be refused by name and reason when the engine is built. A line a type, then the counts; the
-exit status is 1 when a type differs or raises anything else. About ten minutes on one core.
+`generate` gives for each prompt alone, or be refused by name and reason when the engine is built. A line a type, then
+the counts; the exit status is 1 when a type differs or raises anything else. About ten minutes on one core.
 """
 
 from __future__ import annotations

@@ -795,6 +795,8 @@ class _Driver:
         self._depth += 1
 
     def __exit__(self, *exc: object) -> None:
+        if self._thread.get("id") != threading.get_ident():  # set free meanwhile, and maybe taken by another
+            return
         self._depth -= 1
         if self._depth <= 0:
             self.free()
