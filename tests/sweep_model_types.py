@@ -67,7 +67,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "sarvam_mla": _EQUAL_HEADS,
     "youtu": _EQUAL_HEADS,
     "dots3_note_text": _EQUAL_HEADS,
-    "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "group_limited_greedy"},
+    "deepseek_v2": {
+        **_EQUAL_HEADS,
+        "topk_method": "group_limited_greedy",
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
     "blt": {"encoder_hash_byte_group_vocab": 50, "encoder_hash_byte_group_nb_functions": 1},
     "cwm": _IDS,
     "emu3_text_model": _IDS,
@@ -84,6 +90,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_text": {**_SLIDING, "per_layer_config": {1: {"head_dim": 16}}, "pad_token_id": 0},
     "gemma4_unified_text": {**_SLIDING, "per_layer_config": {1: {"head_dim": 16}}, "pad_token_id": 0},
     "dots1": {"n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 
