@@ -236,9 +236,9 @@ def check_architecture(model: Any) -> None:
 
     if config is None or not hasattr(model, "get_input_embeddings") or not hasattr(model, "generate"):
         refuse("it is not a Transformers model that can generate")
-    text = _text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder; Flatbed runs decoders")
+    text = _text_config(model)  # which some encoder-decoders (Musicgen) have several of
     inner = _inside_peft(model)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         refuse("its PEFT adapter puts virtual tokens before the prompt; Flatbed runs adapters inside of layers (LoRA)")
