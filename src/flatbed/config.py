@@ -57,8 +57,9 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} must be a whole number, at least {least}, got {value!r}")
-        if not isinstance(self.deterministic, bool):
-            raise ConfigError(f"deterministic must be True or False, got {self.deterministic!r}")
+        for name in ("prefix_cache", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineConfig:

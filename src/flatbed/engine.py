@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import warnings
 from collections import deque
@@ -40,13 +41,13 @@ from flatbed.model.runner import ModelRunner
 from flatbed.model.steps import Flight, Results, make_steps
 from flatbed.model.weights import checksum
 from flatbed.request import Completion, FinishReason, Output, SamplingParams, StreamEvent, Timings
-from flatbed.sampling.processors import eos_token_ids, from_generation_config, merged
+from flatbed.sampling.processors import eos_token_ids, from_generation_config, merged, try_out
 from flatbed.sampling.random import derive_seed
 from flatbed.sampling.sampler import Sampler
 from flatbed.scheduling.plan import BatchPlan, Landed
 from flatbed.scheduling.plan import Sequence as Scheduled
 from flatbed.scheduling.scheduler import Scheduler
-from flatbed.text import TextStream, check_stop_strings, encode
+from flatbed.text import TextStream, check_stop_strings, check_tokenizer, encode
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -124,7 +125,7 @@ class Engine:
     Raises ConfigError for settings that make no sense, BackendUnavailableError for an attention backend that cannot run
     here, UnsupportedModelError for a model that cannot be run.
 
-    One thread at a time may drive an engine; `cancel` may be called from any.
+    One thread at a time may drive an engine (a second one gets a ConfigError); `cancel` may be called from any.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Engine:
                 **unknown,
             }
         )
+        check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         rows = min(max_requests, self.config.tokens_per_step)
         self._runner = ModelRunner(model, rows, deterministic=deterministic)
@@ -177,6 +179,7 @@ class Engine:
         self._numbers = itertools.count()
         self._counts = {"finished": 0, "prompt": 0, "cached": 0, "generated": 0, "steps": 0}
         self._closed = False
+        self._driver = _Driver()
         self.partial_outputs: list[Output] = []
 
     def _make_pool(self) -> tuple[Pool, Scheduler]:
@@ -228,12 +231,12 @@ class Engine:
         affected. On KeyboardInterrupt (or any exception out of a callback) everything under way is cancelled, its
         blocks are freed, and `partial_outputs` holds what had been made.
 
-        Raises ModelForwardError when the model's forward raised.
+        Raises ModelForwardError when the model's forward raised, ConfigError while another thread drives the engine.
         """
         self.partial_outputs = []
         outputs: list[Output] = []
         try:
-            with self._call():
+            with self._driver, self._call():
                 for event in self._submit_all(
                     prompts, sampling, request_ids, outputs, record_token_times, streamed=False
                 ):
@@ -285,8 +288,13 @@ class Engine:
         streamed: bool,
     ) -> Iterator[StreamEvent]:
         """Submits everything, filling `outputs`; yields the events of requests that are refused at once."""
-        if isinstance(prompts, str):
+        if isinstance(prompts, (str, bytes)):
             raise ConfigError("prompts must be a list of prompts; for one prompt pass a list of one")
+        if isinstance(prompts, Mapping):  # also what a tokenizer makes: its keys are no prompts
+            raise ConfigError(
+                f"prompts must be a list of prompts, got {type(prompts).__name__}; of what a tokenizer made pass "
+                '["input_ids"], without padding'
+            )
         prompts = list(prompts)
         each = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling] * len(prompts)
         for what, given in (("sampling", each), ("request_ids", request_ids)):
@@ -321,7 +329,8 @@ class Engine:
 
         A request that cannot be run comes back at once with `error` set. Raises ConfigError for an id that is in use.
         """
-        return self._submit(prompt, sampling, request_id, record_token_times, streamed=True)
+        with self._driver:
+            return self._submit(prompt, sampling, request_id, record_token_times, streamed=True)
 
     def _submit(
         self, prompt: Prompt, sampling: Any, request_id: str | None, record_token_times: bool, *, streamed: bool
@@ -374,23 +383,24 @@ class Engine:
         Raises ModelForwardError when the model's forward raised: all requests have then ended, all blocks are free.
         """
         self._check_open()
-        try:
-            events = self._take_cancelled()
-            self._launch_ahead()
-            if not self._flights:
-                return events + self._unstick()
-            flight = self._flights.popleft()
+        with self._driver:
             try:
-                results = flight.results()
-            except Exception as error:
-                self._abandon(flight.plan, error)
-            landed = self._scheduler.commit(flight.plan, results.tokens, results.finite)
-            self._counts["steps"] += 1
-            return events + self._deliver(landed, results)
-        except BaseException:
-            # Ctrl-C strikes between any two lines: the books, and the K/V that they tell of, may be half made.
-            self._start_over()
-            raise
+                events = self._take_cancelled()
+                self._launch_ahead()
+                if not self._flights:
+                    return events + self._unstick()
+                flight = self._flights.popleft()
+                try:
+                    results = flight.results()
+                except Exception as error:
+                    self._abandon(flight.plan, error)
+                landed = self._scheduler.commit(flight.plan, results.tokens, results.finite)
+                self._counts["steps"] += 1
+                return events + self._deliver(landed, results)
+            except BaseException:
+                # Ctrl-C strikes between any two lines: the books, and the K/V that they tell of, may be half made.
+                self._start_over()
+                raise
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step; what it has so far stays in its output. Any thread may call."""
@@ -508,6 +518,13 @@ class Engine:
     def _fail(self, sequence: Scheduled) -> StreamEvent:
         request = self._requests[sequence.request_id]
         at = len(sequence.output)
+        raised = self._sampler.failures.pop((sequence.request_id, sequence.sample), None)
+        if raised is not None:
+            told = (
+                f"a logits processor raised {type(raised).__name__} at token {at} of sample {sequence.sample}: {raised}"
+            )
+            request.output.error = InvalidRequestError(told, request_id=sequence.request_id, field="generation_config")
+            return self._event(request, request.samples[sequence.sample], None, None, time.perf_counter())
         request.output.error = NonFiniteLogitsError(
             f"NaN or infinite logits, or no token that is allowed, at token {at} of sample {sequence.sample}; look for "
             "NaN or infinite weights, an overflow of the model's dtype, or processors that suppress every token",
@@ -568,6 +585,7 @@ class Engine:
         self._end_all("cancelled")
         self._requests.clear()
         self._watched = 0
+        self._driver.free()
 
     def _end_all(self, reason: FinishReason) -> None:
         self._flights.clear()
@@ -593,11 +611,19 @@ class Engine:
             )
         model = self._runner.model
         try:
-            return from_generation_config(
-                merged(sampling, model), model, prompt_length=prompt_length, longest=self.longest
-            )
+            config = merged(sampling, model)
+            params = from_generation_config(config, model, prompt_length=prompt_length, longest=self.longest)
+            if config.max_new_tokens is None and params.max_new_tokens < 1:
+                raise ConfigError(
+                    f"max_length={config.max_length} leaves no token after a prompt of {prompt_length}; raise it, or "
+                    "set max_new_tokens instead"
+                )
+            return params
         except ConfigError as error:
             raise InvalidRequestError(str(error), request_id=name, field="generation_config") from error
+        except Exception as error:  # Transformers' own checks, and values that are of no use to them
+            told = f"Transformers raised {type(error).__name__}: {error}"
+            raise InvalidRequestError(told, request_id=name, field="generation_config") from error
 
     @property
     def longest(self) -> int:
@@ -646,6 +672,12 @@ class Engine:
                 needed=needed,
                 available=available,
             )
+        if params.processors is not None:
+            try:
+                try_out(params.processors, prompt, vocabulary, self._runner.device)
+            except Exception as error:
+                told = f"a logits processor raised {type(error).__name__}: {error}"
+                raise InvalidRequestError(told, request_id=name, field="generation_config") from error
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -727,9 +759,12 @@ class Engine:
         self._end_all("cancelled")
         self._scheduler.trim()
         self._steps.reset()
-        self._runner.unbind()
+        self._runner.let_go()
         self._pool.close()
         self._closed = True
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an Engine cannot be copied or pickled; build one where it is needed")
 
     def __enter__(self) -> Engine:
         self._check_open()
@@ -741,6 +776,38 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine is closed; build a new one")
+
+
+class _Driver:
+    """Lets one thread at a time in, as often as it likes, and refuses others instead of making them wait.
+
+    No lock, which Ctrl-C could leave locked: the thread that was interrupted comes in again.
+    """
+
+    def __init__(self) -> None:
+        self._thread: dict[str, int] = {}
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._thread.setdefault("id", me) != me:  # looks and takes in one
+            raise ConfigError(
+                "another thread drives this engine; submit everything from one thread, or build an engine for each "
+                "(they share the model's weights)"
+            )
+        self._depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        if self._thread.get("id") != threading.get_ident():  # set free meanwhile, and maybe taken by another
+            return
+        self._depth -= 1
+        if self._depth <= 0:
+            self.free()
+
+    def free(self) -> None:
+        """Lets anybody in again."""
+        self._depth = 0
+        self._thread.clear()
 
 
 class _Call:

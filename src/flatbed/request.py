@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -15,6 +16,8 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 _SEED_LIMIT = 1 << 64
 _INT32_LIMIT = 1 << 31
+# Samples of one request: a typing error must not fill the memory with them.
+_MOST_SAMPLES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,17 @@ class SamplingParams:
     processors: Callable[[int], Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "n", "seed"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         elif isinstance(self.stop, list):
             object.__setattr__(self, "stop", tuple(self.stop))
-        if isinstance(self.eos_token_ids, int) and not isinstance(self.eos_token_ids, bool):
-            object.__setattr__(self, "eos_token_ids", (self.eos_token_ids,))
-        elif isinstance(self.eos_token_ids, list):
-            object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+        eos: Any = _plain(self.eos_token_ids)
+        if _is_int(eos):
+            object.__setattr__(self, "eos_token_ids", (eos,))
+        elif isinstance(eos, (list, tuple)):
+            object.__setattr__(self, "eos_token_ids", tuple(map(_plain, eos)))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -99,7 +105,7 @@ class SamplingParams:
                 _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
                 "a finite number above 0 (1 is off)",
             ),
-            ("n", _is_int(self.n) and self.n >= 1, "a whole number, at least 1"),
+            ("n", _is_int(self.n) and 1 <= self.n <= _MOST_SAMPLES, f"a whole number from 1 to {_MOST_SAMPLES}"),
             (
                 "eos_token_ids",
                 _all_of(self.eos_token_ids, lambda t: _is_int(t) and 0 <= t < _INT32_LIMIT),
@@ -118,6 +124,13 @@ class SamplingParams:
             if not fine:
                 return name, f"must be {wanted}, got {getattr(self, name)!r}"
         return None
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy's as one of Python's; anything else as it is."""
+    if type(value) in (int, float, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _is_int(value: object) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatbed.errors import InvalidRequestError
+from flatbed.errors import ConfigError, InvalidRequestError
 
 _INCOMPLETE = "\ufffd"
 
@@ -21,8 +22,9 @@ def encode(prompt: Any, tokenizer: Any | None, request_id: str) -> list[int]:
 
     if hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()
-    if not isinstance(prompt, (str, Sequence)):
-        raise refuse(f"must be a string, a list of messages or a list of token ids, got {type(prompt).__name__}")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):  # bytes are no token ids
+        hint = "; a chat is a list of messages" if isinstance(prompt, Mapping) and "role" in prompt else ""
+        raise refuse(f"must be a string, a list of messages or a list of token ids, got {type(prompt).__name__}{hint}")
     if len(prompt) == 0:
         raise refuse("is empty")
     first = prompt[0]
@@ -38,11 +40,17 @@ def encode(prompt: Any, tokenizer: Any | None, request_id: str) -> list[int]:
         if not ids:
             raise refuse("is empty: the tokenizer made no tokens of it")
         return list(ids)
-    if set(map(type, prompt)) != {int}:  # the usual case, at once
-        for at, token in enumerate(prompt):
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise refuse(f"token ids must be whole numbers, got {token!r} at position {at}")
-    return list(prompt)
+    if set(map(type, prompt)) == {int}:  # the usual case, at once
+        return list(prompt)
+    ids = []
+    for at, token in enumerate(prompt):
+        try:
+            if isinstance(token, bool):
+                raise TypeError
+            ids.append(operator.index(token))  # of NumPy's and torch's whole numbers, too
+        except TypeError:
+            raise refuse(f"token ids must be whole numbers, got {token!r} at position {at}") from None
+    return ids
 
 
 def _encode_text(prompt: str | Sequence[Any], tokenizer: Any) -> list[int]:
@@ -50,6 +58,19 @@ def _encode_text(prompt: str | Sequence[Any], tokenizer: Any) -> list[int]:
         return tokenizer(prompt)["input_ids"]
     text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def check_tokenizer(tokenizer: Any | None) -> None:
+    """Raises ConfigError for what can be no tokenizer of Transformers: a name, a processor."""
+    if tokenizer is None:
+        return
+    if hasattr(tokenizer, "tokenizer"):
+        raise ConfigError(f"{type(tokenizer).__name__} is not a tokenizer; pass its .tokenizer")
+    if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+        raise ConfigError(
+            f"tokenizer must be a tokenizer of Transformers (AutoTokenizer.from_pretrained(...)), got "
+            f"{type(tokenizer).__name__}"
+        )
 
 
 def check_stop_strings(stop: Sequence[str], tokenizer: Any | None, request_id: str) -> None:
@@ -94,8 +115,8 @@ class TextStream:
     def _decode(self, token_ids: list[int], *, final: bool) -> None:
         if self._until == len(token_ids):
             return
-        before = self._tokenizer.decode(token_ids[self._from : self._until], skip_special_tokens=True)
-        after = self._tokenizer.decode(token_ids[self._from :], skip_special_tokens=True)
+        before = self._text_of(token_ids[self._from : self._until])
+        after = self._text_of(token_ids[self._from :])
         new = after[len(before) :]
         if new.endswith(_INCOMPLETE) and not final:  # the letters before a broken character are certain, it is not
             self._decoded = self._decoded[: self._settled] + new.rstrip(_INCOMPLETE)
@@ -103,6 +124,20 @@ class TextStream:
         self._decoded = self._decoded[: self._settled] + new
         self._settled = len(self._decoded)
         self._from, self._until = self._until, len(token_ids)
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        try:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        except Exception:  # some tokenizers raise on ids that a model's padded vocabulary has and theirs has not
+            known = [token for token in token_ids if self._has_text(token)]
+            return self._tokenizer.decode(known, skip_special_tokens=True)
+
+    def _has_text(self, token: int) -> bool:
+        try:
+            self._tokenizer.decode([token])
+        except Exception:
+            return False
+        return True
 
     def _advance(self, *, final: bool) -> str:
         if self.stopped:

@@ -133,14 +133,34 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "granite": _llama_like("GraniteForCausalLM", "GraniteConfig", attention_multiplier=0.2, logits_scaling=2.0),
     "starcoder2": _llama_like("Starcoder2ForCausalLM", "Starcoder2Config", sliding_window=24),
     "smollm3": _llama_like("SmolLM3ForCausalLM", "SmolLM3Config", no_rope_layers=[1, 0]),
+    # Llama's code to the letter, but for the function that it calls to rotate.
+    "ernie4_5": _llama_like("Ernie4_5ForCausalLM", "Ernie4_5Config", head_dim=12),
     "cohere": _llama_like("CohereForCausalLM", "CohereConfig", logit_scale=1.0),
+}
+
+
+# Families whose K/V differ from layer to layer, for which Transformers' own continuous batching cannot allocate.
+UNEVEN: dict[str, Callable[[], nn.Module]] = {
+    # Wider heads where a layer sees all; attention in both directions is between the tokens of images.
+    "gemma4": _llama_like(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+        use_bidirectional_attention="vision",
+        pad_token_id=0,
+    ),
 }
 
 
 def build(family: str, seed: int = 0) -> nn.Module:
     """A model of that family, in eval mode, without an EOS."""
     torch.manual_seed(seed)
-    model = FAMILIES[family]().eval()
+    model = {**FAMILIES, **UNEVEN}[family]().eval()
     if family == "gemma2":
         # Some versions of Transformers let it default to an attention without soft-cap, which is another model.
         model.set_attn_implementation("eager")

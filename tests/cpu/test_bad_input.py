@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
 import signal
 import sys
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ from flatbed.errors import (
     ModelForwardError,
     NonFiniteLogitsError,
     RequestError,
+    UnsupportedModelError,
 )
 
 Params = flatbed.SamplingParams
@@ -100,6 +103,8 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "None": (None, "NoneType"),
     "a number": (7, "int"),
     "a set": ({1, 2}, "set"),
+    "bytes": (b"abc", "got bytes"),
+    "one message": ({"role": "user", "content": "hello"}, "got dict; a chat is a list of messages"),
     "a batch of one": ([[1, 2]], "whole numbers"),
     "a tensor of two dimensions": (torch.tensor([[1, 2]]), "whole numbers"),
     "text without a tokenizer": ("hello", "needs a tokenizer"),
@@ -118,7 +123,9 @@ def test_a_bad_prompt_refuses_that_request_alone(name: str) -> None:
         raise error
 
 
-@pytest.mark.parametrize("kind", [tuple, torch.tensor, np.array])
+@pytest.mark.parametrize(
+    "kind", [tuple, torch.tensor, np.array, lambda ids: [np.int64(i) for i in ids], lambda ids: list(torch.tensor(ids))]
+)
 def test_prompts_may_be_sequences_tensors_and_arrays(kind: Callable[[list[int]], Any]) -> None:
     with flatbed.Engine(shared("llama")) as engine:
         assert tokens_of(engine.generate([kind(prompt) for prompt in PROMPTS], GREEDY)) == good()
@@ -141,7 +148,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *(("top_p", value) for value in (0, 0.0, -0.5, 1.0001, 2, NAN, INF, None, "0.9")),
     *(("min_p", value) for value in (-0.1, 1.1, NAN, None)),
     *(("repetition_penalty", value) for value in (0, -1.0, NAN, INF, None)),
-    *(("n", value) for value in (0, -2, 1.5, NAN, None, True)),
+    *(("n", value) for value in (0, -2, 1.5, NAN, None, True, 10**9)),
     *(("seed", value) for value in (-1, 2**64, 1.5, "7", True)),
     *(("eos_token_ids", value) for value in ("2", (1, "2"), 3.5, (1.5,), (-1,), (10**30,), True)),
     *(("stop", value) for value in (5, ("a", 3), ("",), [b"x"])),
@@ -188,6 +195,7 @@ def test_values_at_the_edges_are_allowed() -> None:
         Params(max_new_tokens=2, eos_token_ids=[5, 6]),
         Params(max_new_tokens=2, eos_token_ids=5),
         Params(max_new_tokens=2, repetition_penalty=1e-3, temperature=1.0),
+        Params(max_new_tokens=np.int64(2), temperature=np.float32(0.5), eos_token_ids=[np.int32(5)], n=np.int8(1)),
     ]
     with flatbed.Engine(shared("llama")) as engine:
         outputs = engine.generate([PROMPTS[0]] * len(fine), fine)
@@ -274,6 +282,7 @@ def test_one_prompt_too_long_does_not_stop_the_loop_for_everyone() -> None:
         ({"max_requests": -1}, ["max_requests", "at least 1"]),
         ({"seed": -1}, ["seed", "at least 0"]),
         ({"seed": None}, ["seed", "None"]),
+        ({"prefix_cache": "no"}, ["prefix_cache", "True or False", "'no'"]),
     ],
 )
 def test_a_setting_that_is_unknown_or_out_of_range_lists_what_is_known(
@@ -291,6 +300,49 @@ def test_a_setting_that_is_unknown_or_out_of_range_lists_what_is_known(
     assert "generate_batch" not in vars(model)
 
 
+def test_what_is_no_model_or_no_tokenizer_is_told_at_once() -> None:
+    pipeline = SimpleNamespace(model=shared("llama"))
+    for model, told in (("gpt2", "str is not a model.*from_pretrained"), (None, "NoneType"), (pipeline, "its .model")):
+        for make in (flatbed.Engine, flatbed.install):
+            with pytest.raises(UnsupportedModelError, match=told):
+                make(model)
+    processor = SimpleNamespace(tokenizer=byte_tokenizer())
+    for tokenizer, told in (("gpt2", "got str"), (processor, "its .tokenizer"), (byte_tokenizer().decode, "got")):
+        with pytest.raises(ConfigError, match=told):
+            flatbed.Engine(shared("llama"), tokenizer)
+
+
+def test_an_engine_says_that_it_cannot_be_copied_or_pickled() -> None:
+    with flatbed.Engine(shared("llama")) as engine:
+        for how in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="an Engine cannot be copied or pickled"):
+                how(engine)
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
+    refused: list[BaseException] = []
+
+    def intrude() -> None:
+        for use in (lambda: engine.generate(PROMPTS, GREEDY), lambda: engine.submit(PROMPTS[0]), engine.step):
+            try:
+                use()
+            except ConfigError as error:
+                refused.append(error)
+
+    def meanwhile() -> None:
+        if not refused:
+            thread = threading.Thread(target=intrude)
+            thread.start()
+            thread.join()
+
+    with flatbed.Engine(shared("llama")) as engine:
+        assert tokens_of(engine.generate(PROMPTS, GREEDY, on_step=meanwhile)) == good()
+        assert len(refused) == 3
+        assert all("another thread drives this engine" in str(error) for error in refused)
+        intrude()
+        assert len(refused) == 3, "once the first is done, another may come"
+
+
 def test_an_attention_backend_that_cannot_run_here_is_an_error_by_name() -> None:
     from flatbed.attention import BACKENDS
 
@@ -306,6 +358,7 @@ def test_arguments_of_a_call_that_make_no_sense_are_errors_of_the_call() -> None
     with flatbed.Engine(shared("llama"), byte_tokenizer()) as engine:
         for arguments, told in [
             ({"prompts": "hello"}, "list of prompts"),
+            ({"prompts": byte_tokenizer()(["hello", "you"])}, "BatchEncoding.*input_ids"),
             ({"prompts": PROMPTS, "sampling": [GREEDY] * 3}, "4 prompts, but 3 sampling"),
             ({"prompts": PROMPTS, "request_ids": ["a"]}, "4 prompts, but 1 request_ids"),
             ({"prompts": PROMPTS, "request_ids": ["a", "b", "a", "c"]}, "'a' is in use"),

@@ -174,6 +174,8 @@ def test_logprobs_are_those_of_the_distribution_that_was_drawn_from() -> None:
 
 def test_no_inputs_are_no_results() -> None:
     assert installed().generate_batch([]) == {}
+    with pytest.raises(ConfigError, match="a list of prompts, got NoneType"):
+        installed().generate_batch(None)
     assert installed().generate_batch(inputs=[]) == {}
 
 
@@ -194,6 +196,24 @@ def test_a_bad_request_is_a_result_with_an_error_and_a_warning_that_names_it() -
             assert (result.status, result.error) == (RequestStatus.FINISHED, None)
     good = [result.generated_tokens for i, result in enumerate(results.values()) if i in (0, 2, 5)]
     assert good == expected("llama", PROMPTS, NEW)[:3]
+
+
+def test_a_flat_list_of_ids_is_refused_prompt_by_prompt() -> None:
+    with pytest.warns(flatbed.FlatbedWarning, match="got int"):
+        results = installed().generate_batch([5, 6], GenerationConfig(max_new_tokens=3))
+    assert [result.status for result in results.values()] == [RequestStatus.FAILED] * 2
+
+
+def test_a_max_length_that_a_prompt_fills_refuses_that_request_alone() -> None:
+    with pytest.warns(flatbed.FlatbedWarning, match="1 of 2 requests failed: .*req_0.*max_new_tokens"):
+        full, fine = installed().generate_batch([[1] * 9, [1] * 7], GenerationConfig(max_length=9)).values()
+    assert (full.generated_tokens, len(fine.generated_tokens)) == ([], 2)
+
+
+def test_a_forced_eos_comes_at_the_length_that_the_keyword_sets() -> None:
+    config = GenerationConfig(max_length=400, forced_eos_token_id=7)
+    [result] = installed().generate_batch(PROMPTS[:1], config, max_new_tokens=4).values()
+    assert result.generated_tokens == [*expected("llama", PROMPTS, NEW)[0][:3], 7]
 
 
 def test_an_error_of_the_engine_is_raised() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import random
 import threading
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -649,6 +652,38 @@ def test_a_model_wrapped_by_torch_compile_runs_as_what_is_inside() -> None:
     assert [name for name in changes(state, model) if not name.startswith("tensor")] == []
 
 
+@pytest.mark.parametrize("how", ["model", "layer", "forward"])
+def test_what_was_compiled_in_place_runs_as_it_was_written(how: str) -> None:
+    model = build("llama")
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(1)
+        return graph.forward
+
+    if how == "forward":
+        model.forward = torch.compile(model.forward, backend=backend)
+    else:
+        (model if how == "model" else model.model.layers[1]).compile(backend=backend)
+    before = dict(vars(model))
+    with flatbed.Engine(model) as engine:
+        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == expected("llama", PROMPTS, NEW)
+    assert calls == []
+    assert vars(model) == before
+
+
+def test_a_closed_engine_lets_go_of_the_model() -> None:
+    model = build("llama")
+    engine = flatbed.Engine(model)
+    engine.generate(PROMPTS[:1], GREEDY)
+    engine.close()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert engine.stats().finished == 1
+
+
 def test_a_deep_copy_of_an_installed_model_is_a_model_of_its_own() -> None:
     model = flatbed.install(build("llama"))
     model.generate_batch(PROMPTS[:1], tf.GenerationConfig(max_new_tokens=2))
@@ -733,6 +768,12 @@ def partly_offloaded() -> nn.Module:
     return model
 
 
+def quantised_dynamically() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would like it to be done elsewhere
+        return torch.ao.quantization.quantize_dynamic(build("llama"), {nn.Linear}, dtype=torch.qint8)
+
+
 def not_loaded() -> nn.Module:
     with torch.device("meta"):
         return build("llama")
@@ -780,6 +821,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "LlamaForCausalLM (offloaded)": (offloaded, "not loaded|meta|accelerate"),
     "LlamaForCausalLM (partly offloaded)": (partly_offloaded, "several devices|accelerate"),
     "LlamaForCausalLM (dispatched)": (dispatched, "accelerate"),
+    "LlamaForCausalLM (quantised dynamically)": (quantised_dynamically, "scale the activations of all tokens"),
     "LlamaForCausalLM (meta)": (not_loaded, "meta device"),
 }
 

@@ -315,6 +315,26 @@ def test_a_chat_template_that_raises_refuses_that_request_alone(talker: nn.Modul
             [refused] = engine.generate([chat], Params(max_new_tokens=3))
 
 
+def test_tokens_that_the_tokenizer_does_not_know_have_no_text(talker: nn.Module) -> None:
+    """A model's vocabulary is often padded beyond the tokenizer's, and some tokenizers raise on the difference."""
+
+    class Strict:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return byte_tokenizer()(text)
+
+        def decode(self, ids: list[int], **settings: Any) -> str:
+            if any(token % 3 == 0 for token in ids):
+                raise IndexError("piece id is out of range")
+            return byte_tokenizer().decode(ids, **settings)
+
+    with flatbed.Engine(talker, Strict()) as engine:
+        [output] = engine.generate(["hello"], Params(max_new_tokens=12, ignore_eos=True))
+    known = [token for token in output.token_ids if token % 3]
+    assert output.error is None
+    assert 0 < len(known) < 12
+    assert output.text == byte_tokenizer().decode(known, skip_special_tokens=True)
+
+
 def test_callbacks_see_each_output_once_it_is_complete() -> None:
     prompts = draw_prompts((3, 40, 9), seed=1)
     params = [Params(max_new_tokens=n) for n in (9, 2, 5)]

@@ -7,6 +7,7 @@ names it, logits processors of every kind are applied, and neither the model nor
 
 from __future__ import annotations
 
+import copy
 import types
 import warnings
 import weakref
@@ -20,10 +21,12 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from flatbed.config import from_transformers
 from flatbed.engine import Engine
-from flatbed.errors import ConfigError, FlatbedWarning
+from flatbed.errors import ConfigError, FlatbedWarning, RequestError
+from flatbed.model.runner import check_module
 from flatbed.request import Completion, Output
 from flatbed.sampling.processors import from_generation_config
 from flatbed.sampling.random import derive_seed
+from flatbed.text import encode
 
 _METHOD = "generate_batch"
 
@@ -38,6 +41,7 @@ def install(model: nn.Module, tokenizer: Any | None = None, **settings: Any) -> 
 
     Raises as `flatbed.Engine` does when the model cannot be run. Installing again replaces the settings.
     """
+    check_module(model)
     installed = GenerateBatch(model, tokenizer, settings)
     uninstall(model)
     model.__dict__[_METHOD] = installed
@@ -95,6 +99,13 @@ class GenerateBatch:
             self._engine.close()
             self._engine = None
 
+    def _length(self, prompt: Any) -> int:
+        """Tokens of a prompt; 0 of one that the engine will refuse."""
+        try:
+            return len(encode(prompt, self._tokenizer, ""))
+        except RequestError:
+            return 0
+
     def __call__(
         self,
         inputs: list[list[int]],
@@ -121,6 +132,8 @@ class GenerateBatch:
                 "warmup, max_new_tokens"
             )
             raise ConfigError(f"generate_batch got unknown keywords {', '.join(sorted(unknown))}; known: {known}")
+        if not hasattr(inputs, "__len__"):
+            raise ConfigError(f"generate_batch takes a list of prompts, got {type(inputs).__name__}")
         if len(inputs) == 0:
             return {}
         translation = from_transformers(continuous_batching_config)
@@ -136,18 +149,20 @@ class GenerateBatch:
         root = int(torch.randint(2**62, (1,))) if seed is None else seed
         engine = self.engine(settings)
         assert model is not None, "engine() has looked"
-        config = model.generation_config if generation_config is None else generation_config
+        config: Any = model.generation_config if generation_config is None else generation_config
+        if max_new_tokens is not None:  # in the config, so that processors which count tokens know of it
+            config = copy.deepcopy(config)
+            config.max_new_tokens = max_new_tokens
         params = []
         for i, prompt in enumerate(inputs):
             one = from_generation_config(
-                config,  # type: ignore[arg-type]
+                config,
                 model,
-                prompt_length=len(prompt),
+                prompt_length=self._length(prompt),
                 longest=engine.longest,
                 logprobs=translation.logprobs,
             )
-            length = one.max_new_tokens if max_new_tokens is None else max_new_tokens
-            params.append(replace(one, max_new_tokens=length, seed=derive_seed(root, i)))
+            params.append(replace(one, seed=derive_seed(root, i)))
         names = [f"req_{i}" for i in range(len(inputs))]
         progress = _Progress(len(inputs), progress_bar)
         try:

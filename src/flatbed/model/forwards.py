@@ -49,8 +49,16 @@ def _filled(cell: types.CellType) -> bool:
     return True
 
 
+def _uncompiled(value: Any) -> Any:
+    """What `torch.compile` made a callable of, or the value itself: the shadow runs it as it was written."""
+    while (inside := getattr(value, "__dict__", {}).get("_torchdynamo_orig_callable")) is not None:
+        value = inside
+    return value
+
+
 def _concerned(value: Any, twin: Twin, seen: set[int]) -> bool:
     """Whether `value` leads to something that has to be another in the shadow."""
+    value = _uncompiled(value)
     if isinstance(value, torch.autocast):
         return True
     if isinstance(value, nn.Module):
@@ -68,6 +76,7 @@ def _copied(value: Any, twin: Twin, made: dict[int, Any]) -> Any:
         return made[id(value)]
     if not _concerned(value, twin, set()):
         return value
+    value = _uncompiled(value)
     if isinstance(value, torch.autocast):
         # One of its own, because it keeps state while it is entered; and without the cache of cast weights, which would
         # be old in the replay of a CUDA graph.

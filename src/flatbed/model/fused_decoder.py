@@ -1,8 +1,8 @@
 """A whole decoder of the Llama kind through fused operations: 9 launches a layer on CUDA instead of about 40.
 
 A decoder is recognised by its code, not by its name: each of its classes must have a forward whose body is the same
-as that of a class we know (Llama, Qwen2, Qwen3, Mistral, as installed), its parts must be plain, and nobody may have
-hooked into them. Everything else runs as its model wrote it.
+as that of a class we know (Llama, Qwen2, Qwen3, Mistral, as installed), and so must the functions that it calls; its
+parts must be plain, and nobody may have hooked into them. Everything else runs as its model wrote it.
 """
 
 from __future__ import annotations

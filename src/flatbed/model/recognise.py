@@ -1,7 +1,8 @@
 """Recognising a module by its code, not by its name.
 
 A module runs as one that we know when the methods that make up its forward have the same bodies as those of that class
-in Transformers' source, as installed: whoever subclasses, patches or wraps it is left alone.
+in Transformers' source, as installed, and so have the functions that they call: whoever subclasses, patches or wraps
+any of that is left alone.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ import functools
 import importlib
 import inspect
 import textwrap
+import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from flatbed.model.fusions import OneDnnLinear
 
-# What a forward may be made up of, besides itself.
-_HELPERS = ("_norm",)
+# The methods that a forward may be made up of.
+_METHODS = ("forward", "_norm")
+# Functions that a forward names and that decide nothing here: attention runs through Flatbed's own.
+_NOT_RUN = {"eager_attention_forward"}
 
 # Classes of Transformers, as module and class name.
 Known = tuple[tuple[str, str], ...]
-# A class's methods by name, each as text.
-_Bodies = tuple[tuple[str, str], ...]
+# A class's methods, each as text.
+_Code = tuple[str, ...]
 
 
 def known(*classes: tuple[str, str]) -> Known:
@@ -36,8 +41,8 @@ def runs_as(module: nn.Module, classes: Known) -> bool:
     if "forward" in module.__dict__:
         return False
     try:
-        return _bodies(type(module)) in _known_bodies(classes)
-    except (OSError, TypeError, SyntaxError):  # no source to look at
+        return _running(type(module)) in _written(classes)
+    except (OSError, TypeError, AttributeError, SyntaxError):  # no source to look at
         return False
 
 
@@ -70,32 +75,71 @@ def _text_of(function: ast.FunctionDef) -> str:
     return "\n".join(map(ast.unparse, statements))
 
 
-def _bodies(kind: type[nn.Module]) -> _Bodies:
-    """The bodies of a class's forward and its helpers as they run now: somebody may have put others in their place."""
-    functions = [(name, getattr(kind, name)) for name in ("forward", *_HELPERS) if hasattr(kind, name)]
-    return tuple((name, _body(inspect.unwrap(function))) for name, function in functions)
-
-
-@functools.cache
-def _body(function: Any) -> str:
+def _parsed(function: Callable[..., Any]) -> ast.FunctionDef:
     parsed = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if not isinstance(parsed, ast.FunctionDef):
         raise TypeError("a lambda")
-    return _text_of(parsed)
+    return parsed
+
+
+def _code(function: ast.FunctionDef, find: Callable[[str], ast.FunctionDef | None]) -> str:
+    """The text of a function and of those that it calls by name, which `find` gives (None for what is no function of
+    its file). Two forwards may read alike and call another `apply_rotary_pos_emb` each, as Llama's and Ernie 4.5's do.
+    """
+    texts, seen, pending = [_text_of(function)], {function.name, *_NOT_RUN}, [function]
+    while pending:
+        one = pending.pop()
+        for node in ast.walk(one):
+            if isinstance(node, ast.Name) and node.id not in seen:
+                seen.add(node.id)
+                called = find(node.id)
+                if called is not None:
+                    pending.append(called)
+                    defaults = map(ast.unparse, (*called.args.defaults, *filter(None, called.args.kw_defaults)))
+                    texts.append(f"{node.id} {', '.join(defaults)}\n{_text_of(called)}")
+    return "\n".join((texts[0], *sorted(texts[1:])))
+
+
+def _called(function: types.FunctionType) -> dict[str, types.FunctionType]:
+    """The functions of the same file that a function calls, and those that they call, as they are now, by name."""
+    found: dict[str, types.FunctionType] = {}
+    pending = [function]
+    while pending:
+        one = pending.pop()
+        for name in one.__code__.co_names:
+            value = one.__globals__.get(name)
+            if isinstance(value, types.FunctionType) and value.__module__ == one.__module__ and name not in found:
+                found[name] = inspect.unwrap(value)
+                pending.append(found[name])
+    return found
+
+
+def _running(kind: type[nn.Module]) -> _Code:
+    """The code of a class as it runs now: somebody may have put another in the place of a method, or of a function that
+    it calls."""
+    functions = [inspect.unwrap(getattr(kind, name)) for name in _METHODS if hasattr(kind, name)]
+    return tuple(_read(function, tuple(_called(function).items())) for function in functions)
 
 
 @functools.cache
-def _known_bodies(classes: Known) -> frozenset[_Bodies]:
-    """The bodies we know, out of Transformers' source files: what stands there, not what runs in this process."""
+def _read(function: types.FunctionType, called: tuple[tuple[str, types.FunctionType], ...]) -> str:
+    functions = dict(called)
+    return _code(_parsed(function), lambda name: _parsed(functions[name]) if name in functions else None)
+
+
+@functools.cache
+def _written(classes: Known) -> frozenset[_Code]:
+    """The code we know, out of Transformers' source files: what stands there, not what runs in this process."""
     found = set()
     for name, kind in classes:
         try:
             module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-            source = ast.parse(inspect.getsource(module))
+            source = ast.parse(inspect.getsource(module)).body
         except (ImportError, OSError):  # this Transformers does not have it, or not its source
             continue
-        for node in ast.walk(source):
+        functions = {node.name: node for node in source if isinstance(node, ast.FunctionDef)}
+        for node in source:
             if isinstance(node, ast.ClassDef) and node.name == kind:
                 methods = {f.name: f for f in node.body if isinstance(f, ast.FunctionDef)}
-                found.add(tuple((n, _text_of(methods[n])) for n in ("forward", *_HELPERS) if n in methods))
+                found.add(tuple(_code(methods[n], functions.get) for n in _METHODS if n in methods))
     return frozenset(found)

@@ -37,6 +37,8 @@ from flatbed.scheduling.plan import BatchPlan, Ints
 
 # Layer kinds of `config.layer_types` whose state is K/V alone.
 _KV_LAYERS = {"full_attention", "sliding_attention"}
+# Layers of torch.ao.quantization.quantize_dynamic, which quantise activations per tensor.
+_SCALED_TOGETHER = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 
 
 class ModelRunner:
@@ -52,6 +54,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: nn.Module, max_rows: int, *, deterministic: bool = False) -> None:
+        check_module(model)
         self.model: Any = unwrap(model)
         check_architecture(self.model)
         _check_weights(self.model)
@@ -152,11 +155,13 @@ class ModelRunner:
             self._casts.close()
             self._casts = None
 
-    def unbind(self) -> None:
-        """Lets go of the pool, and of the memory of its own."""
+    def let_go(self) -> None:
+        """Lets go of the pool, of the memory of its own and of the user's model. It can run nothing afterwards."""
         self._close_casts()
         self._pool = self._backend = self._session.backend = None
         self._session.layers = ()
+        self.model = self.shadow = self.identity = None  # type: ignore[assignment]
+        self._calls = []
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -247,6 +252,14 @@ def _operations(
     return None
 
 
+def check_module(model: object) -> None:
+    """Raises UnsupportedModelError for what is no module at all: a name, a pipeline."""
+    if not isinstance(model, nn.Module):
+        wraps = isinstance(getattr(model, "model", None), nn.Module)
+        wanted = "its .model" if wraps else "one that is loaded: AutoModelForCausalLM.from_pretrained(...)"
+        raise UnsupportedModelError(f"{type(model).__name__} is not a model; pass {wanted}")
+
+
 def check_architecture(model: Any) -> None:
     """Raises UnsupportedModelError when no model of this class and config can be run; looks at no weights."""
     config = getattr(model, "config", None)
@@ -256,9 +269,9 @@ def check_architecture(model: Any) -> None:
 
     if config is None or not hasattr(model, "get_input_embeddings") or not hasattr(model, "generate"):
         refuse("it is not a Transformers model that can generate")
-    text = _text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder; Flatbed runs decoders")
+    text = _text_config(model)  # which some encoder-decoders (Musicgen) have several of
     inner = _inside_peft(model)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         refuse("its PEFT adapter puts virtual tokens before the prompt; Flatbed runs adapters inside of layers (LoRA)")
@@ -271,7 +284,8 @@ def check_architecture(model: Any) -> None:
         refuse(f"it has layers of kind {', '.join(sorted(kinds))}; Flatbed has {', '.join(sorted(_KV_LAYERS))}")
     if getattr(text, "num_kv_shared_layers", 0):
         refuse("its layers share K/V with each other")
-    if getattr(text, "use_bidirectional_attention", None):
+    # "vision" is between the tokens of an image, which no prompt has here.
+    if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):
         refuse("it attends in both directions")
 
 
@@ -281,6 +295,11 @@ def _check_weights(model: nn.Module) -> None:
     if len(devices) != 1:
         told = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModelError(f"{name} cannot be run by Flatbed: its parameters are on several devices ({told})")
+    if any(type(module).__module__.startswith(_SCALED_TOGETHER) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} cannot be run by Flatbed: its dynamically quantised layers scale the activations of all tokens of "
+            "a step together, so that requests would change each other's results; quantise weights only, or by rows"
+        )
     if any(hasattr(p, "device_mesh") for p in model.parameters()):  # a DTensor
         raise UnsupportedModelError(
             f"{name} cannot be run by Flatbed: its weights lie in pieces on several processes; gather them first "

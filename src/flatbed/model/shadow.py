@@ -78,6 +78,7 @@ def make_shadow(model: nn.Module, attention: str) -> nn.Module:
             if any(map(_gathers, state[name].values())):
                 state[name] = OrderedDict((key, hook) for key, hook in state[name].items() if not _gathers(hook))
         state["training"] = False
+        state["_compiled_call_impl"] = None  # of `module.compile()`; as with torch.compile, what is inside is run
         twin.__dict__.update(state)
         if _changes_its_buffers(original):
             twin.__dict__["_buffers"] = {

@@ -9,6 +9,8 @@ contrastive search, ...) is refused by name.
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +50,14 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("dola_layers", None, "DoLa"),
     ("encoder_repetition_penalty", 1.0, "an encoder's penalty"),
     ("encoder_no_repeat_ngram_size", 0, "an encoder's n-grams"),
+    ("use_mtp", False, "assisted generation"),
+    ("speculation_type", None, "assisted generation"),
+    ("is_assistant", False, "assisted generation"),
+    ("token_healing", False, "another prompt than the one given"),
+    ("max_time", None, "a limit of time (end requests by `Engine.cancel`)"),
 )
+# Kinds of cache that change what is computed; the others are ways to keep the same numbers.
+_REFUSED_CACHES = ("quantized",)
 # What `generate` makes when neither the caller nor the model sets a length.
 _DEFAULT_NEW_TOKENS = 20
 
@@ -84,11 +93,19 @@ def from_generation_config(
     for name, off, what in _REFUSED:
         if get(name) not in (None, off):
             raise ConfigError(f"generation_config.{name}={get(name)!r} asks for {what}, which Flatbed does not do")
+    if get("cache_implementation") in _REFUSED_CACHES:
+        raise ConfigError(
+            f"generation_config.cache_implementation={get('cache_implementation')!r} changes what is computed, and "
+            "Flatbed keeps K/V as the model makes them"
+        )
     sampling = bool(get("do_sample"))
-    max_new_tokens = get("max_new_tokens")
-    if max_new_tokens is None:
-        limit = get("max_length")
-        max_new_tokens = max(1, (longest if limit is None else limit) - prompt_length)
+    max_new_tokens, max_length = get("max_new_tokens"), get("max_length")
+    if max_new_tokens is None and max_length is None:
+        max_new_tokens = max(1, longest - prompt_length)
+    elif max_new_tokens is None:
+        if not isinstance(max_length, int):
+            raise ConfigError(f"generation_config.max_length must be a whole number, got {max_length!r}")
+        max_new_tokens = max_length - prompt_length  # less than one refuses the request
     fields: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": 0.0,
@@ -134,6 +151,16 @@ class _Processors:
         )
 
 
+def try_out(processors: Callable[[int], Any], prompt: list[int], vocabulary: int, device: torch.device) -> None:
+    """Builds a request's processors and lets them process one row of zeros after its prompt.
+
+    Raises what they raise of settings that make no sense (a token outside of the vocabulary, say): at this request's
+    submission, and not in the middle of a step that it shares with others.
+    """
+    history = torch.tensor([prompt], device=device)
+    processors(len(prompt))(history, torch.zeros(1, vocabulary, device=device))
+
+
 def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     """The tokens that end a completion: the model's generation config, else its config, else the tokenizer."""
     for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
@@ -149,7 +176,10 @@ def _ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     values = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(int(v) for v in values if int(v) >= 0)
+    try:
+        return tuple(operator.index(v) for v in values if operator.index(v) >= 0)
+    except TypeError:
+        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r}") from None
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -117,6 +117,7 @@ class Sampler:
 
     Attributes:
         seen: the tokens of rows with a penalty.
+        failures: what the processors of a row raised, by request and sample; its tokens are not finite then.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -135,6 +136,7 @@ class Sampler:
         self._processing = np.tile(UNPROCESSED, (rows, 1))  # as in DeviceParameters
         self._processed = np.zeros(rows, bool)  # rows that ask for something there
         self._processors: dict[int, Any] = {}
+        self.failures: dict[tuple[str, int], Exception] = {}
 
     def set_row(self, sequence: Sequence, params: SamplingParams, seed: int) -> None:
         """Takes over the parameters of a sequence that was just admitted."""
@@ -240,7 +242,13 @@ class Sampler:
         for i in np.flatnonzero(self._special[rows]):
             sequence = plan.sampled[i]
             history = torch.tensor([sequence.prompt + sequence.output], device=self._device)
-            scores[i] = self._processors[int(rows[i])](history, scores[i : i + 1].clone())[0]
+            try:
+                scores[i] = self._processors[int(rows[i])](history, scores[i : i + 1].clone())[0]
+            except torch.OutOfMemoryError:  # which no request is to blame for
+                raise
+            except Exception as error:  # they are programs of their own: this row fails, and no other
+                self.failures[sequence.request_id, sequence.sample] = error
+                scores[i] = torch.nan
 
     def _truncate(self, scores: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """Temperature, top-k, top-p and min-p of scores [n, vocabulary], each where the row asks for it."""
