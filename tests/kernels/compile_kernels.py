@@ -13,6 +13,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 Job = tuple[Any, dict[str, Any], dict[str, str], int]  # kernel, constants, types of pointers and floats, warps
 
 
@@ -39,16 +41,20 @@ def fused() -> Iterator[Job]:
     types |= dict.fromkeys(("gate_weight", "up_weight", "query", "key", "value", "cos", "sin"), "*bf16")
     types |= dict.fromkeys(("query_gain", "key_gain", "query_out", "key_pool", "value_pool"), "*bf16")
     types |= {"positions": "*i64", "slot_blocks": "*i32", "slot_offsets": "*i32", "eps": "fp32"}
-    for kind, parts in product(range(3), (0, 2)):
-        constants = {"PARTS": parts, "HAS_RESIDUAL": parts > 0, "KIND": kind, "BLOCK": 1024, "PDL": True}
-        yield kernels.add_norm_kernel, constants, {**types, "x": "*fp32" if parts else "*bf16"}, 4
+    mixed = dict.fromkeys(("residual", "residual_out", "weight"), "*fp32")
+    for kind, parts, more in product(range(3), (0, 2), ({}, mixed)):
+        constants = {"PARTS": parts, "HAS_RESIDUAL": True, "KIND": kind, "BLOCK": 1024, "PDL": True}
+        kinds = {**types, "x": "*fp32" if parts else "*bf16", **more}
+        yield kernels.add_norm_kernel, {**constants, "PRODUCT": kernels.TYPES[torch.bfloat16]}, kinds, 4
     for kind in range(3):
         yield kernels.activated_product_kernel, {"ACTIVATION": kind, "BLOCK": 1024, "PDL": True}, types, 4
         sizes = {"ROWS": 16, "TILE": 32, "DEPTH": 128, "PDL": True}
         yield kernels.gated_kernel, {"ACTIVATION": kind, **sizes}, types, 4
     for tokens, norm in ((1, False), (4, True), (32, False)):
         sizes = {"HEADS": 14, "KV_HEADS": 2, "DIM": 64, "HALF_PAD": 32, "BLOCK_SIZE": 32, "TOKENS": tokens, "PDL": True}
-        yield kernels.rotate_write_kernel, {**sizes, "TABLE": norm, "NORM": norm}, types, 4 if tokens > 4 else 1
+        angles = dict.fromkeys(("cos", "sin", "query_gain", "key_gain"), "*fp32" if tokens == 4 else "*bf16")
+        constants = {**sizes, "TABLE": norm, "NORM": norm}
+        yield kernels.rotate_write_kernel, constants, {**types, **angles}, 4 if tokens > 4 else 1
 
 
 def compile_kernels(jobs: Iterator[Job]) -> None:

@@ -34,6 +34,7 @@ import flatbed
 from flatbed.attention.base import Availability
 from flatbed.attention.triton import TritonAttention
 from flatbed.memory.pool import LayerCache
+from flatbed.model import casts
 from flatbed.model import cuda_ops as ops
 from flatbed.model.fused_modules import fuse_modules
 from flatbed.model.fusions import Linear
@@ -49,7 +50,7 @@ def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_the_kernels_compile(tmp_path: Path) -> None:
-    assert compiled("fused", tmp_path) == 15
+    assert compiled("fused", tmp_path) == 21
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -240,6 +241,50 @@ def test_fused_decoder_equals_generate(family: str, monkeypatch: pytest.MonkeyPa
         assert engine._runner.fusions["decoder-layer"] == 2
         outputs = engine.generate(prompts, flatbed.SamplingParams(max_new_tokens=6, ignore_eos=True))
     assert [o.token_ids for o in outputs] == [reference(model, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_add_norm_in_mixed_precision(parts: int) -> None:
+    """Products in float16; residuals and weights in float32, as autocast leaves them."""
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(72, 1e-6)
+    torch.nn.init.normal_(norm.weight)
+    residual = torch.randn(5, 72)
+    x = torch.randn(parts, 5, 72) if parts else torch.randn(5, 72).half()
+    whole = x.sum(0).half() if parts else x
+    for dtype in (torch.float16, torch.float32):
+        normed, summed = ops.add_norm(x, residual, norm.weight, 1e-6, dtype=dtype, product=torch.float16)
+        with torch.no_grad():
+            assert torch.equal(summed, residual + whole)
+            torch.testing.assert_close(normed, norm(residual + whole).to(dtype), atol=1e-5, rtol=2e-3)
+        assert normed.dtype == dtype
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_fusions_in_mixed_precision(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 weights under float16 autocast: what the fusions give is what the model under autocast gives."""
+    monkeypatch.setattr(TritonAttention, "availability", classmethod(lambda cls, device: Availability(True, "a test")))
+    model = build(family)
+    prompts = [[5, 6, 7], [9, 3]]
+    params = flatbed.SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=1.0, seed=1, logprobs=True)
+    with torch.autocast("cpu", torch.float16):
+        engine = flatbed.Engine(model, attention="triton", block_size=16, capacity="64 blocks")
+    with engine:
+        found = engine._runner.fusions
+        if family == "gemma3":
+            assert (found["decoder-layer"], found["rms-norm"], found["gated-mlp"]) == (0, 13, 2)
+        else:
+            assert found["decoder-layer"] == 2
+        outputs = [engine.generate(prompts, params)]
+        monkeypatch.setattr(casts.Casts, "refresh", lambda self: False)  # as if there were no memory for them
+        engine.release()
+        outputs.append(engine.generate(prompts, params))
+    for prompt, *both in zip(prompts, *outputs, strict=True):
+        for output in both:
+            with torch.no_grad(), torch.autocast("cpu", torch.float16):
+                logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1].float()
+            theirs = logits.log_softmax(-1).gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(output.logprobs), theirs, atol=0.03, rtol=0)
 
 
 # Norms: two of the attention's heads, two or four of a layer, and the last.

@@ -14,9 +14,13 @@ With PDL (programmatic dependent launch, Hopper) a kernel is launched while the 
 its results by itself: what a launch costs is then hidden.
 """
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Triton's names of dtypes.
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # How a weight comes into an RMSNorm: as LlamaRMSNorm has it (what is normalised is rounded first), as Olmo2RMSNorm
 # (rounded once, at the end), or as GemmaRMSNorm (likewise, and one is added to the weight).
@@ -44,12 +48,14 @@ def _activate(x, KIND: tl.constexpr):
 @triton.jit
 def add_norm_kernel(
     x, residual, weight, out, residual_out, size, part_stride, eps,
-    PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KIND: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     """residual_out = residual + x; out = weight * residual_out / rms(residual_out). A program per row of `size`.
 
     x is a row as it is (PARTS 0), or the sum of PARTS float32 partial products, part_stride apart. Rounded where a
-    matrix product and an RMSNorm of this KIND round: x, the sum, perhaps the normalised value, the result.
+    matrix product (to PRODUCT) and an RMSNorm of this KIND round: x, the sum, perhaps the normalised value, the result.
+    In mixed precision the residuals and the weight are float32, and PRODUCT and out may be less.
     """
     if PDL:
         gdc_wait()
@@ -57,15 +63,15 @@ def add_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
-    dtype = out.dtype.element_ty
     value = tl.load(x + row * size + at, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         value += tl.load(x + part * part_stride + row * size + at, mask=inside, other=0.0)
-    value = value.to(dtype)
+    if PARTS > 0:
+        value = value.to(PRODUCT)
+    stream = residual_out.dtype.element_ty
     if HAS_RESIDUAL:
-        value = (value.to(tl.float32) + tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)).to(
-            dtype
-        )
+        value = value.to(tl.float32) + tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    value = value.to(stream)
     if HAS_RESIDUAL or PARTS > 0:
         tl.store(residual_out + row * size + at, value, mask=inside)
     wide = value.to(tl.float32)
@@ -73,10 +79,10 @@ def add_norm_kernel(
     normed = wide * scale
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     if KIND == ROUNDED_FIRST:
-        normed = normed.to(dtype).to(tl.float32)
+        normed = normed.to(stream).to(tl.float32)
     if KIND == ADDED_TO_ONE:
         gain += 1.0
-    tl.store(out + row * size + at, (normed * gain).to(dtype), mask=inside)
+    tl.store(out + row * size + at, (normed * gain).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -122,7 +128,8 @@ def rotate_write_kernel(
             b = (b * scale).to(dtype).to(tl.float32) * tl.load(gain + half + at, mask=at < half, other=0.0).to(
                 tl.float32
             )
-            a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+            kept = gain.dtype.element_ty  # in mixed precision, more than the product's
+            a, b = a.to(kept).to(tl.float32), b.to(kept).to(tl.float32)
         row = token
         if TABLE:
             row = tl.load(positions + token, mask=present, other=0).to(tl.int64)

@@ -25,7 +25,7 @@ from torch import nn
 
 from flatbed.memory.capacity import round_up
 from flatbed.memory.pool import Backing
-from flatbed.model.fusions import OneDnnLinear
+from flatbed.model.fusions import Linear, OneDnnLinear
 
 _ALIGNMENT = 256
 _PLAIN = (nn.Linear, OneDnnLinear)
@@ -42,6 +42,13 @@ class CastLinear(nn.Linear):
         if cast is None or not torch.is_autocast_enabled(input.device.type):
             return super().forward(input)
         return F.linear(input, *cast)
+
+
+def inputs_of(module: nn.Linear, autocast: torch.dtype | None) -> Linear:
+    """Weight and bias of a product as it would read them now: as they are without autocast, what was cast for this call
+    with it (or, where nothing was, as they are)."""
+    cast = None if autocast is None else module.__dict__.get(_CAST)
+    return Linear(module.weight, module.bias) if cast is None else Linear(*cast)
 
 
 class _Watched(nn.Linear):

@@ -60,19 +60,29 @@ def add_norm(
     weight: torch.Tensor,
     eps: float,
     kind: Norm = Norm.ROUNDED_FIRST,
+    *,
+    dtype: torch.dtype | None = None,
+    product: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (+ residual [T, size]) → (its RMSNorm times weight [size], the sum), both in the weight's dtype.
+    """x (+ residual [T, size]) → (its RMSNorm times weight [size], the sum).
 
-    x is [T, size], or float32 [parts, T, size] whose parts are added up first (see `product`).
+    Args:
+        x: [T, size], or float32 [parts, T, size] whose parts are added up first (see `product`).
+        dtype: of the result; by default the weight's. The sum has the residual's, or that of x.
+        product: what parts are of; by default the weight's dtype.
     """
     rows, size = x.shape[-2:]
     parts = x.shape[0] if x.dim() == 3 else 0
-    out = torch.empty(rows, size, dtype=weight.dtype, device=x.device)
-    summed = x if residual is None and not parts else torch.empty_like(out)
+    product = weight.dtype if product is None else product
+    out = torch.empty(rows, size, dtype=weight.dtype if dtype is None else dtype, device=x.device)
+    if residual is not None:
+        summed = torch.empty_like(residual)
+    else:
+        summed = torch.empty(rows, size, dtype=product, device=x.device) if parts else x
     block = power_of_two(size)
     kernels.add_norm_kernel[(rows,)](
         x, x if residual is None else residual, weight, out, summed, size, x.stride(0), eps,
-        PARTS=parts, HAS_RESIDUAL=residual is not None, KIND=int(kind), BLOCK=block,
+        PARTS=parts, HAS_RESIDUAL=residual is not None, KIND=int(kind), PRODUCT=kernels.TYPES[product], BLOCK=block,
         num_warps=min(8, max(2, block // 256)), **pdl(x.device),
     )  # fmt: skip
     return out, summed

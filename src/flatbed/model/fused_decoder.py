@@ -8,6 +8,7 @@ parts must be plain, and nobody may have hooked into them. Everything else runs 
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from flatbed.attention.base import AttentionSpec
+from flatbed.model.casts import inputs_of
 from flatbed.model.fusions import Linear
 from flatbed.model.interface import LayerCall, Session, slot_of
 from flatbed.model.recognise import Known, hooked, known, plain_linear, runs_as
@@ -58,7 +60,11 @@ class _Layer:
 class FusedDecoder:
     """The forward of a recognised decoder."""
 
-    def __init__(self, model: Any, layers: list[_Layer], session: Session, ops: ModuleType) -> None:
+    def __init__(
+        self, model: Any, layers: list[_Layer], session: Session, ops: ModuleType, dtype: torch.dtype | None
+    ) -> None:
+        """`dtype`: of the products in mixed precision; None where all is of one dtype."""
+        self._dtype = dtype
         self._model = model
         self._layers = layers
         self._session = session
@@ -75,19 +81,38 @@ class FusedDecoder:
         residual: torch.Tensor | None = None
         for layer in self._layers:
             attention, mlp = layer.attention, layer.mlp
-            x, residual = ops.add_norm(x, residual, layer.before.weight, layer.before.variance_epsilon)
+            x, residual = self._add_norm(x, residual, layer.before, self._dtype)
             query, key, value = ops.products(
-                x, (_linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.v_proj))
+                x, (self._linear(attention.q_proj), self._linear(attention.k_proj), self._linear(attention.v_proj))
             )
             gains = None
             if hasattr(attention, "q_norm"):
                 gains = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
             mixed = ops.attend(session, layer.slot, layer.spec, query, key, value, angles, gains)
-            x = ops.product(mixed, _linear(attention.o_proj))
-            x, residual = ops.add_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
-            x = ops.product(ops.gated(x, _linear(mlp.gate_proj), _linear(mlp.up_proj)), _linear(mlp.down_proj))
-        x, _ = ops.add_norm(x, residual, model.norm.weight, model.norm.variance_epsilon)
+            x = ops.product(mixed, self._linear(attention.o_proj))
+            x, residual = self._add_norm(x, residual, layer.after, self._dtype)
+            x = ops.gated(x, self._linear(mlp.gate_proj), self._linear(mlp.up_proj))
+            x = ops.product(x, self._linear(mlp.down_proj))
+        x, _ = self._add_norm(x, residual, model.norm, model.norm.weight.dtype)
         return BaseModelOutputWithPast(last_hidden_state=x[None])
+
+    def _add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: Any, dtype: torch.dtype | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The operation; `dtype` is of the result, in mixed precision, where residuals and weights stay as they are."""
+        given = (x, residual, norm.weight, norm.variance_epsilon)
+        if self._dtype is None:
+            added: tuple[torch.Tensor, torch.Tensor] = self._ops.add_norm(*given)
+        else:
+            added = self._ops.add_norm(*given, dtype=dtype, product=self._dtype)
+        return added
+
+    def _linear(self, module: nn.Linear) -> Linear:
+        """A product's weight and bias as they go into it."""
+        linear = inputs_of(module, self._dtype)
+        if self._dtype is None or linear.weight.dtype == self._dtype:
+            return linear
+        return Linear(*(None if tensor is None else tensor.to(self._dtype) for tensor in (module.weight, module.bias)))
 
     def _angles(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         """The rotary embedding's angles as `ops.attend` takes them: of these positions, or, for a graph that will be
@@ -102,14 +127,17 @@ class FusedDecoder:
         return self._ops.rotary(*self._tables[positions], position_ids[0])
 
 
-def _linear(module: nn.Linear) -> Linear:
-    return Linear(module.weight, module.bias)
-
-
-def fuse_decoder(shadow: nn.Module, session: Session, calls: list[LayerCall], ops: ModuleType) -> int:
+def fuse_decoder(
+    shadow: nn.Module,
+    session: Session,
+    calls: list[LayerCall],
+    ops: ModuleType,
+    casts: Mapping[nn.Linear, torch.dtype] | None = None,
+) -> int:
     """Gives a recognised decoder inside the shadow the fused forward, with the operations of cuda_ops or cpu_ops.
 
-    Returns how many layers it has, or 0 where it is not recognised.
+    `casts` says, in mixed precision, which products run in which dtype: all of the decoder's must run in that of the
+    keys, over float32 weights. Returns how many layers it has, or 0 where it is not recognised.
     """
     model: Any = getattr(shadow, "model", None)
     if model is None or not _knows("model", model) or not isinstance(getattr(model, "layers", None), nn.ModuleList):
@@ -124,9 +152,24 @@ def fuse_decoder(shadow: nn.Module, session: Session, calls: list[LayerCall], op
         layers.append(layer)
     if len(layers) != len(calls) or getattr(model.config, "num_hidden_layers", len(layers)) != len(layers):
         return 0
-    decoder = FusedDecoder(model, layers, session, ops)
+    if casts is not None and not _all_cast(model, layers, casts, calls[0].dtype):
+        return 0
+    decoder = FusedDecoder(model, layers, session, ops, None if casts is None else calls[0].dtype)
     model.__dict__["forward"] = types.MethodType(lambda _, *args, **kwargs: decoder(*args, **kwargs), model)
     return len(layers)
+
+
+def _all_cast(model: Any, layers: list[_Layer], casts: Mapping[nn.Linear, torch.dtype], dtype: torch.dtype) -> bool:
+    """Whether all products of the decoder run in `dtype`, and everything else in float32."""
+    products: list[Any] = []
+    others = [model.embed_tokens.weight, model.norm.weight]
+    for layer in layers:
+        attention, mlp = layer.attention, layer.mlp
+        products += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        products += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        norms = (layer.before, layer.after, getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        others += [norm.weight for norm in norms if norm is not None]
+    return all(casts.get(module) == dtype for module in products) and all(w.dtype == torch.float32 for w in others)
 
 
 def _recognise(module: Any, calls: list[LayerCall]) -> _Layer | None:

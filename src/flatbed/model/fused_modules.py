@@ -7,7 +7,7 @@
       gate, up, GELU, product, down               5              2 (few rows) or 4
 
 Both are recognised by their code, and run as their model wrote them wherever their input is not what the kernels are
-for (another dtype than the weight's, mixed precision).
+for (another dtype than the weight's).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from flatbed.model import cuda_ops
+from flatbed.model.casts import inputs_of
 from flatbed.model.cuda_ops import Activation, Norm
-from flatbed.model.fusions import Linear
 from flatbed.model.recognise import Known, hooked, known, plain_linear, runs_as
 
 _NORMS: dict[Norm, Known] = {
@@ -62,7 +62,7 @@ def _norm(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight
-        if x.dtype != weight.dtype or x.shape[-1] != weight.numel() or torch.is_autocast_enabled(x.device.type):
+        if x.dtype != weight.dtype or x.shape[-1] != weight.numel():
             return written(self, x)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return cuda_ops.add_norm(rows, None, weight, getattr(self, eps), kind)[0].view(x.shape)
@@ -82,11 +82,14 @@ def _mlp(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
     written = type(module).forward
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj.weight, self.up_proj.weight
-        if x.dtype != gate.dtype or up.dtype != gate.dtype or torch.is_autocast_enabled(x.device.type):
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        gate, up = inputs_of(self.gate_proj, autocast), inputs_of(self.up_proj, autocast)
+        dtype = x.dtype if autocast is None else autocast
+        if gate.weight.dtype != dtype or up.weight.dtype != dtype:
             return written(self, x)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        mixed = cuda_ops.gated(rows, Linear(gate, None), Linear(up, None), activation)
+        rows = x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
+        mixed = cuda_ops.gated(rows, gate, up, activation)
         return self.down_proj(mixed.view(*x.shape[:-1], mixed.shape[-1]))
 
     return forward

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from flatbed.model.casts import CastLinear
 from flatbed.model.fusions import OneDnnLinear
 
 # The methods that a forward may be made up of.
@@ -54,7 +55,7 @@ def hooked(module: nn.Module) -> bool:
 def plain_linear(module: Any, *, bias: bool | None = None) -> bool:
     """Whether the module is a matrix product and nothing else; with a bias, without one, or (None) either."""
     return (
-        type(module) in (nn.Linear, OneDnnLinear)
+        type(module) in (nn.Linear, OneDnnLinear, CastLinear)
         and "forward" not in module.__dict__
         and not hooked(module)
         and module.weight.is_contiguous()

@@ -110,6 +110,7 @@ class ModelRunner:
         self.kv_dtype = calls[0].dtype
         if any(call.dtype != self.kv_dtype for call in calls):
             raise UnsupportedModelError(f"{type(self.model).__name__} has keys of several dtypes")
+        self._products = products
         self._casts = Casts(products, self.device, make_backing) if products else None
         if self._pool is not None and self._backend is not None:
             self.bind(self._pool, self._backend)
@@ -126,11 +127,13 @@ class ModelRunner:
     def bind(self, pool: Pool, backend: AttentionBackend) -> None:
         """Attends over this pool from now on."""
         self._pool, self._backend = pool, backend
-        ops = _operations(
-            backend, next(self.model.parameters()), self.kv_dtype, deterministic=self._invariant is not None
-        )
-        if ops is not None and "decoder-layer" not in self.fusions:  # the pool may be another, over the same shadow
-            self.fusions["decoder-layer"] = fuse_decoder(self.shadow, self._session, self._calls, ops)
+        if "decoder-layer" in self.fusions:  # the pool is another, over the same shadow
+            return
+        mixed = next(self.model.parameters()).dtype != self.kv_dtype
+        ops = _operations(backend, self.device, self.kv_dtype, mixed=mixed, deterministic=self._invariant is not None)
+        if ops is not None:
+            casts = self._products if mixed else None
+            self.fusions["decoder-layer"] = fuse_decoder(self.shadow, self._session, self._calls, ops, casts)
             if not self.fusions["decoder-layer"] and backend.reads_pool and self._invariant is None:
                 from flatbed.model.fused_modules import fuse_modules
 
@@ -232,13 +235,14 @@ def _autocast(kind: str) -> Callable[[], torch.autocast]:
 
 
 def _operations(
-    backend: AttentionBackend, parameter: torch.Tensor, kv_dtype: torch.dtype, *, deterministic: bool
+    backend: AttentionBackend, device: torch.device, kv_dtype: torch.dtype, *, mixed: bool, deterministic: bool
 ) -> ModuleType | None:
-    """The fused operations for a model with such parameters and keys, or None where there are none."""
-    if parameter.dtype != kv_dtype:  # mixed precision: every product casts for itself
-        return None
+    """The fused operations for a model with such keys, or None where there are none.
+
+    `mixed`: its weights are of another dtype than its keys.
+    """
     if deterministic:
-        if not backend.reads_pool:
+        if mixed or not backend.reads_pool:
             return None
         from flatbed.model.deterministic import decoder_ops
 
@@ -247,7 +251,7 @@ def _operations(
         from flatbed.model import cuda_ops
 
         return cuda_ops
-    if parameter.device.type == "cpu" and parameter.dtype == torch.float32 and onednn_works():
+    if device.type == "cpu" and not mixed and kv_dtype == torch.float32 and onednn_works():
         return cpu_ops
     return None
 
