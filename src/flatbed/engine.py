@@ -53,6 +53,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 # Once weights have moved before this many calls in a row, they will before the next: graphs would serve one call each.
 _MOVES_IN_A_ROW = 2
+# Requests that an error's message names; its attributes have all.
+_NAMES_TOLD = 8
 
 
 @dataclass(frozen=True)
@@ -575,7 +577,7 @@ class Engine:
             request.output.error = RequestError(f"ended, because the model's forward raised {told}", request_id=name)
         self._end_all("error")
         raise ModelForwardError(
-            f"the model's forward raised {type(error).__name__}: {error} (requests in the batch: {', '.join(names)})",
+            f"the model's forward raised {type(error).__name__}: {error} (requests in the batch: {_some(names)})",
             request_ids=names,
         ) from error
 
@@ -831,6 +833,12 @@ class _Call:
             self._engine._start_over()
         for name in [n for n in self._engine._requests if n not in self._before]:
             self._engine._end(name, "cancelled")
+
+
+def _some(names: list[str]) -> str:
+    """Names for a message: all of a few, the first of many."""
+    told = ", ".join(names[:_NAMES_TOLD])
+    return told if len(names) <= _NAMES_TOLD else f"{told} and {len(names) - _NAMES_TOLD} more"
 
 
 def _new_completion(index: int, params: SamplingParams, record_token_times: bool) -> Completion:

@@ -898,3 +898,15 @@ def test_stepping_without_work_does_nothing() -> None:
         assert [engine.step() for _ in range(100)] == [[]] * 100
         assert time.perf_counter() - start < 1.0
         assert engine.stats().steps == 0
+
+
+def test_a_failed_step_names_a_few_of_many_requests() -> None:
+    model = build("llama")
+    with flatbed.Engine(model) as engine:
+        for i in range(30):
+            engine.submit([i + 1], flatbed.SamplingParams(max_new_tokens=4), request_id=f"r{i}")
+        engine.step()
+        engine._runner._call = lambda *args: 1 / 0  # type: ignore[method-assign]
+        with pytest.raises(ModelForwardError, match=r"r0, r1, .*, r7 and 22 more\)") as caught:
+            engine.step()
+        assert caught.value.request_ids == tuple(f"r{i}" for i in range(30))

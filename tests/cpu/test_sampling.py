@@ -38,6 +38,8 @@ from transformers import (
 
 import flatbed
 from flatbed.sampling.random import derive_seed, philox4x32, uniform
+from flatbed.sampling.sampler import Sampler
+from flatbed.scheduling.plan import PromptGroup, Sequence
 
 Params = flatbed.SamplingParams
 PROMPTS = draw_prompts((6, 40, 1, 17, 23), seed=21)
@@ -289,6 +291,29 @@ def test_uniform_numbers_are_inside_of_0_and_1_and_even() -> None:
     counts, _ = np.histogram(numbers, bins=64, range=(0, 1))
     assert ((counts - 100_000 / 64) ** 2).sum() / (100_000 / 64) < 63 + 4 * math.sqrt(126)
     assert len(np.unique(numbers)) > 99_990
+
+
+def test_random_numbers_made_ahead_are_those_of_each_token() -> None:
+    """Rows change hands, go back (a preemption) and stand at different tokens, also across the ends of stretches."""
+    draw = random.Random(0)
+    sampler = Sampler(5, torch.device("cpu"))
+    group = PromptGroup(())
+    held: dict[int, tuple[Sequence, int, int]] = {}
+    for _ in range(400):
+        row = draw.randrange(5)
+        if row not in held or draw.random() < 0.05:
+            seed, prompt = draw.randrange(2**64), [1] * draw.randint(1, 9)
+            sequence = Sequence("a", draw.randrange(3), prompt, 999, frozenset(), group, row=row)
+            sampler.set_row(sequence, flatbed.SamplingParams(temperature=1.0), seed)
+            held[row] = sequence, seed, len(prompt) - 1
+        sequence, seed, position = held[row]
+        held[row] = sequence, seed, max(len(sequence.prompt) - 1, position + draw.choice([1, 1, 1, 40, -20]))
+        rows = np.array(draw.sample(sorted(held), draw.randint(1, len(held))), np.int32)
+        positions = np.array([held[r][2] for r in rows], np.int32)
+        for r, got in zip(rows.tolist(), sampler._uniform(rows, positions), strict=True):
+            sequence, seed, position = held[r]
+            number = position + 1 - len(sequence.prompt)
+            assert got == uniform(np.array([seed], np.uint64), np.array([sequence.sample]), np.array([number]))[0]
 
 
 def test_derived_seeds_differ() -> None:

@@ -94,6 +94,45 @@ def test_mixtures_of_experts_run_as_graphs(family: str) -> None:
         assert len(engine._steps._graphs) == 1
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+def test_mixed_precision(family: str) -> None:
+    """float32 weights under bfloat16 autocast: the trainer's own log-probabilities, graphs that outlive the memory of
+    the casts, and weights as they are when a call begins."""
+    model = build(family).cuda()
+    prompts = _prompts(3, (5, 9, 33, 70))
+    params = flatbed.SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.0, seed=1, logprobs=True)
+
+    def engine() -> flatbed.Engine:
+        with torch.autocast("cuda", torch.bfloat16):
+            return flatbed.Engine(model, prefix_cache=False)
+
+    with engine() as made:
+        fusions = made._runner.fusions
+        assert fusions["decoder-layer"] == 2 or fusions["gated-mlp"] == 2
+        first = made.generate(prompts, params)
+        assert made.memory().casts > 0
+        graphs = dict(made._steps._graphs._graphs)
+        assert graphs
+        made.release()
+        assert made.memory().casts == 0
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+        second = made.generate(prompts, params)
+        assert made._steps._graphs._graphs == graphs
+    with engine() as fresh:
+        again = fresh.generate(prompts, params)
+    assert [o.token_ids for o in second] == [o.token_ids for o in again]
+    assert [o.token_ids for o in second] != [o.token_ids for o in first]
+    differences = []
+    for prompt, output in zip(prompts, second, strict=True):
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            ids = torch.tensor([prompt + output.token_ids], device="cuda")
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float().cpu()
+        theirs = logits.log_softmax(-1).gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        differences.append((theirs - torch.tensor(output.logprobs)).abs())
+    assert torch.cat(differences).mean() < 0.05
+
+
 def test_bfloat16_logprobs_are_within_the_models_own_spread() -> None:
     model = build("qwen2").cuda().bfloat16()
     prompts = _prompts(2, (20, 35, 50, 64, 90, 128, 11, 30))

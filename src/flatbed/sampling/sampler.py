@@ -32,6 +32,8 @@ _TOP_P_FIRST = 1024
 # Temperatures beyond these would overflow float32; at the first the most probable token is already certain, at the
 # other all are alike.
 _TEMPERATURES = (1e-20, 1e20)
+# Random numbers are made for so many tokens of a row at a time: for one at a time, numpy's calls are most of the cost.
+_AHEAD = 64
 # The inverse of the cumulative distribution is found in two levels of this many tokens.
 _CDF_BLOCK = 256
 
@@ -131,6 +133,8 @@ class Sampler:
         self._seed = np.zeros(rows, np.uint64)
         self._sample = np.zeros(rows, np.int64)
         self._prompt = np.zeros(rows, np.int64)
+        self._uniforms = np.zeros((rows, _AHEAD))  # of the tokens of a stretch
+        self._stretch = np.full(rows, -1, np.int64)  # which one that is: tokens stretch * _AHEAD and on
         self._logprobs = np.zeros(rows, bool)
         self._special = np.zeros(rows, bool)  # rows with Transformers' own processors
         self._processing = np.tile(UNPROCESSED, (rows, 1))  # as in DeviceParameters
@@ -149,6 +153,7 @@ class Sampler:
         self._seed[row] = seed
         self._sample[row] = sequence.sample
         self._prompt[row] = len(sequence.prompt)
+        self._stretch[row] = -1
         self._logprobs[row] = params.logprobs
         self._special[row] = params.processors is not None
         self._processing[row] = _wishes(params)
@@ -199,7 +204,14 @@ class Sampler:
     def _uniform(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The random number of the token sampled at each row's position, float64 [n]."""
         numbers = positions + 1 - self._prompt[rows]
-        return uniform(self._seed[rows], self._sample[rows], numbers)
+        stretch, place = np.divmod(numbers, _AHEAD)
+        new = self._stretch[rows] != stretch
+        if new.any():
+            at, first = rows[new], stretch[new, None] * _AHEAD
+            seed, sample = (np.repeat(values[at], _AHEAD) for values in (self._seed, self._sample))
+            drawn = uniform(seed, sample, (first + np.arange(_AHEAD)).reshape(-1))
+            self._uniforms[at], self._stretch[at] = drawn.reshape(-1, _AHEAD), stretch[new]
+        return self._uniforms[rows, place]
 
     def device_parameters(self, rows: Ints, positions: Ints) -> DeviceParameters:
         """What sampling on the device needs for these rows."""
