@@ -28,43 +28,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jobs import Comparison
 from supervised import Outcome, Supervised, Tell
 
 ENGINES = ("flatbed", "deterministic", "transformers")
 PRECISIONS = ("float32", "bfloat16", "mixed")
 FLOAT32_TARGET = 1e-5
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is compared.
-
-    Attributes:
-        model, device, attention: what the model is and where it runs.
-        engine, precision: one of ENGINES, one of PRECISIONS.
-        prompts, samples, new_tokens: prompts, completions of each, tokens of a completion.
-        batch: rows of the trainer's forward.
-        blocks: of Transformers' cache.
-        float64: compare with a forward in float64 as well.
-    """
-
-    model: str
-    device: str
-    attention: str
-    engine: str
-    precision: str
-    prompts: int
-    samples: int
-    new_tokens: int
-    batch: int
-    blocks: int
-    float64: bool
 
 
 def prepare() -> str:
@@ -73,13 +48,13 @@ def prepare() -> str:
     return fidelity_runs.prepare()
 
 
-def run(job: Job, tell: Tell) -> dict[str, Any]:
+def run(job: Comparison, tell: Tell) -> dict[str, Any]:
     import fidelity_runs
 
     return fidelity_runs.run(job)
 
 
-def record(job: Job, outcome: Outcome, machine: str | None) -> dict[str, Any]:
+def record(job: Comparison, outcome: Outcome, machine: str | None) -> dict[str, Any]:
     row = {
         **asdict(job),
         "model": Path(job.model).name,
@@ -169,7 +144,7 @@ def main() -> None:
     supervised = Supervised(prepare, run, args.limit)
     for precision in precisions:
         for engine in engines:
-            job = Job(
+            job = Comparison(
                 args.model, args.device, args.attention, engine, precision,
                 args.prompts, args.samples, args.new_tokens, args.batch, args.blocks, args.float64,
             )  # fmt: skip

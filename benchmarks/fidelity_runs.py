@@ -11,19 +11,17 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
+from jobs import Comparison
 from tokenizers import Tokenizer, models
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
 
 import flatbed
 from flatbed.lab.models import load, vocabulary_of
-
-if TYPE_CHECKING:
-    from fidelity import Job
 
 # Of Transformers' continuous batching, whose own choice follows the free memory and may take all of it.
 TOKEN_BUDGET = 1024
@@ -58,7 +56,7 @@ def make_prompts(tokenizer: Any, vocabulary: int, count: int) -> list[list[int]]
     return [[draw.randrange(2, vocabulary) for _ in range(draw.randrange(16, 65))] for _ in range(count)]
 
 
-def by_flatbed(model: Any, prompts: list[list[int]], job: Job, **settings: Any) -> list[Rolled]:
+def by_flatbed(model: Any, prompts: list[list[int]], job: Comparison, **settings: Any) -> list[Rolled]:
     params = flatbed.SamplingParams(
         max_new_tokens=job.new_tokens, temperature=1.0, n=job.samples, logprobs=True, seed=0
     )
@@ -67,7 +65,7 @@ def by_flatbed(model: Any, prompts: list[list[int]], job: Job, **settings: Any) 
     return [Rolled(o.prompt_token_ids, list(s.token_ids), list(s.logprobs or ())) for o in outputs for s in o.samples]
 
 
-def by_transformers(model: Any, prompts: list[list[int]], job: Job) -> list[Rolled]:
+def by_transformers(model: Any, prompts: list[list[int]], job: Comparison) -> list[Rolled]:
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(max_new_tokens=job.new_tokens, pad_token_id=0, **sampling)
     config.eos_token_id = model.generation_config.eos_token_id
@@ -82,7 +80,7 @@ def by_transformers(model: Any, prompts: list[list[int]], job: Job) -> list[Roll
     return [Rolled(list(r.prompt_ids), list(r.generated_tokens), list(r.logprobs)) for r in results.values()]
 
 
-def roll_out(engine: str, model: Any, prompts: list[list[int]], job: Job) -> list[Rolled]:
+def roll_out(engine: str, model: Any, prompts: list[list[int]], job: Comparison) -> list[Rolled]:
     if engine == "transformers":
         return by_transformers(model, prompts, job)
     return (
@@ -92,7 +90,7 @@ def roll_out(engine: str, model: Any, prompts: list[list[int]], job: Job) -> lis
     )
 
 
-def make_trainer(model: Any, precision: str, job: Job, folder: str) -> Any:
+def make_trainer(model: Any, precision: str, job: Comparison, folder: str) -> Any:
     """A trainer for its forward alone."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<eos>": 0, "<pad>": 1}, unk_token="<pad>")),
@@ -112,7 +110,7 @@ def make_trainer(model: Any, precision: str, job: Job, folder: str) -> Any:
 
 
 @torch.no_grad()
-def by_trainer(trainer: Any, rolled: list[Rolled], job: Job) -> list[list[float]]:
+def by_trainer(trainer: Any, rolled: list[Rolled], job: Comparison) -> list[list[float]]:
     """The trainer's log-probabilities of each completion's tokens, in batches padded as TRL pads them."""
     found = []
     device = trainer.accelerator.device
@@ -173,7 +171,7 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Comparison) -> dict[str, Any]:
     """Rolls out by the job's engine and compares; raises ValueError where tokens have no log-probability."""
     warnings.filterwarnings("ignore")
     dtype = "bfloat16" if job.precision == "bfloat16" else "float32"

@@ -632,8 +632,8 @@ def _capacity(parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _trace_lines(value: Mapping[str, Any]) -> list[str]:
     """What a trace says, in a few lines."""
-    from flatbed.lab.trace import Trace
     from flatbed.lab.trace_events import DECODE, PREFILL
+    from flatbed.lab.traced import Trace
 
     trace = Trace.from_json(value)
     busy = trace.window - trace.category("idle")

@@ -20,19 +20,17 @@ import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
+from jobs import Training
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flatbed.integrations import trl as ours
 from flatbed.lab.models import load
-
-if TYPE_CHECKING:
-    from trl_steps import Job
 
 WORDS = 250
 
@@ -130,7 +128,7 @@ def make_prompts(count: int) -> Dataset:
     return Dataset.from_list([{"prompt": text} for text in texts])
 
 
-def make_trainer(job: Job, folder: str) -> Any:
+def make_trainer(job: Training, folder: str) -> Any:
     on_flatbed = job.rollouts.startswith("flatbed")
     algorithm = job.algorithm.upper()
     trainer_class = getattr(ours if on_flatbed else trl, f"{algorithm}Trainer")
@@ -171,7 +169,7 @@ def make_trainer(job: Job, folder: str) -> Any:
     )
 
 
-def watch(trainer: Any, job: Job, tell: Any) -> Phases:
+def watch(trainer: Any, job: Training, tell: Any) -> Phases:
     """Puts a stopwatch around the trainer's generation, which is told of each; without `rollouts`, random completions
     take its place."""
     phases = Phases()
@@ -220,7 +218,7 @@ def training_ends(phases: Phases) -> None:
     phases.outside_bytes = max(phases.outside_bytes, outside())
 
 
-def run(job: Job, tell: Any) -> dict[str, Any]:
+def run(job: Training, tell: Any) -> dict[str, Any]:
     """Trains; `tell` is given the seconds of each generation. Returns what was measured."""
     warnings.filterwarnings("ignore")
     compilations = Compilations()

@@ -30,12 +30,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jobs import Training
 from supervised import Outcome, Supervised, Tell
 
 ARMS = ("none", "generate", "continuous", "continuous-64", "flatbed", "flatbed-plain", "flatbed-held")
@@ -45,47 +46,19 @@ ROWS = 64
 TARGETS = {"seconds": 2.5, "generation_s": 1.2, "more_mib": 100}
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is trained, and by which way to generate.
-
-    Attributes:
-        algorithm: grpo or rloo.
-        new_tokens, generations: tokens of a completion, completions of a prompt.
-        rollouts: one of ARMS.
-        steps, rows: training steps, completions of each.
-        dtype, attention: of the model.
-        checkpointing: gradient checkpointing.
-        tiny: a model of two layers, on the CPU.
-        alone: in a process of its own.
-    """
-
-    algorithm: str
-    new_tokens: int
-    generations: int
-    rollouts: str
-    steps: int
-    rows: int
-    dtype: str
-    attention: str
-    checkpointing: bool
-    tiny: bool
-    alone: bool
-
-
 def prepare() -> str:
     import trl_arms
 
     return trl_arms.prepare()
 
 
-def run(job: Job, tell: Tell) -> dict[str, Any]:
+def run(job: Training, tell: Tell) -> dict[str, Any]:
     import trl_arms
 
     return trl_arms.run(job, tell)
 
 
-def jobs(args: argparse.Namespace) -> list[Job]:
+def jobs(args: argparse.Namespace) -> list[Training]:
     arms = ARMS if args.rollouts == "all" else args.rollouts.split(",")
     unknown = [arm for arm in arms if arm not in ARMS]
     if unknown:
@@ -97,7 +70,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             raise SystemExit(f"unknown algorithm {algorithm!r}; known: grpo, rloo")
         for arm in arms:
             found.append(
-                Job(
+                Training(
                     algorithm, int(new_tokens) // 8 if args.tiny else int(new_tokens), int(generations), arm,
                     args.steps, max(16, int(generations)) if args.tiny else ROWS,
                     "float32" if args.tiny else args.dtype, args.attention, args.checkpointing, args.tiny,
@@ -107,7 +80,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     return found
 
 
-def record(job: Job, outcome: Outcome, machine: str | None) -> dict[str, Any]:
+def record(job: Training, outcome: Outcome, machine: str | None) -> dict[str, Any]:
     row = {
         **asdict(job),
         "machine": machine,
@@ -120,7 +93,7 @@ def record(job: Job, outcome: Outcome, machine: str | None) -> dict[str, Any]:
     return {**row, **outcome.result}
 
 
-def same_run(row: dict[str, Any], job: Job) -> bool:
+def same_run(row: dict[str, Any], job: Training) -> bool:
     return all(row.get(name) == value for name, value in asdict(job).items())
 
 
@@ -134,7 +107,7 @@ def training_bytes(row: dict[str, Any]) -> int:
 
 def more_mib(row: dict[str, Any], results: list[dict[str, Any]]) -> float | None:
     """Training memory beyond that of the same training without generation; None where that was not run alike."""
-    names = ["machine", *(name for name in Job.__dataclass_fields__ if name not in ("rollouts", "alone"))]
+    names = ["machine", *(name for name in Training.__dataclass_fields__ if name not in ("rollouts", "alone"))]
     bases = [
         other
         for other in results

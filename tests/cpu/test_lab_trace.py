@@ -23,11 +23,12 @@ from flatbed.lab.engines.flatbed import FlatbedAdapter
 from flatbed.lab.engines.transformers import TransformersAdapter
 from flatbed.lab.measure import InProcess
 from flatbed.lab.tables import console
-from flatbed.lab.trace import Trace, TraceError, free_path, run_trace, trace_adapter
+from flatbed.lab.trace import free_path, run_trace
 from flatbed.lab.trace_events import DECODE, PREFILL
 from flatbed.lab.trace_names import CATEGORIES, DECODE_ATTENTION, IDLE, PREFILL_ATTENTION, PRODUCTS, ZEROING
 from flatbed.lab.trace_render import render, said_of
 from flatbed.lab.trace_watch import CONSTRUCTION, WARM_UP
+from flatbed.lab.traced import Trace, TraceError, trace_adapter
 from flatbed.lab.worker import Session
 from flatbed.lab.workloads import Workload, make
 from flatbed.model import runner

@@ -49,7 +49,7 @@ def test_a_job_that_fails_is_a_result_and_the_next_gets_another_process(trouble:
 
 
 def row(rollouts: str, mib: int, **changes: Any) -> dict[str, Any]:
-    job = trl_steps.Job("grpo", 128, 8, rollouts, 5, 64, "bfloat16", "sdpa", False, False, False)
+    job = trl_steps.Training("grpo", 128, 8, rollouts, 5, 64, "bfloat16", "sdpa", False, False, False)
     measured = {"seconds": 2.4, "generation_s": 1.3, "training_bytes": mib << 20, "graph_bytes": 0, "outside_bytes": 0}
     return {**vars(job), "machine": "GPU", "fresh": False, **measured, **changes}
 

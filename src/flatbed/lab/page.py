@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flatbed.lab.report import Report
-
 _TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
@@ -127,8 +122,8 @@ _BADGES = {
 }
 
 
-def render(report: Report) -> str:
-    """The page."""
+def render(report: object) -> str:
+    """The page of a `flatbed.lab.report.Report`, whose attributes it shows."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatbed.lab.tables import table
-from flatbed.lab.trace import PHASES, Trace
 from flatbed.lab.trace_events import DECODE, PREFILL
 from flatbed.lab.trace_names import CATEGORIES, IDLE
+from flatbed.lab.traced import PHASES, Trace
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -160,11 +160,11 @@ class Session:
         return answer
 
     def trace(self, workload: Mapping[str, Any], out: str | None, gpu_only: bool, warm: bool) -> dict[str, Any]:
-        """Builds the engine and runs a workload under the profiler. Answers with a `flatbed.lab.trace.Trace`.
+        """Builds the engine and runs a workload under the profiler. Answers with a `flatbed.lab.traced.Trace`.
 
         Args: see `trace_adapter`; `out` is a path.
         """
-        from flatbed.lab.trace import trace_adapter
+        from flatbed.lab.traced import trace_adapter
 
         path = None if out is None else Path(out)
         traced = trace_adapter(self._here, from_json(workload), out=path, gpu_only=gpu_only, warm=warm)
