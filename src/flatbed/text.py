@@ -49,7 +49,8 @@ def encode(prompt: Any, tokenizer: Any | None, request_id: str) -> list[int]:
                 raise TypeError
             ids.append(operator.index(token))  # of NumPy's and torch's whole numbers, too
         except TypeError:
-            raise refuse(f"token ids must be whole numbers, got {token!r} at position {at}") from None
+            hint = "; a prompt is one list of ids, not a batch of them" if hasattr(token, "__len__") else ""
+            raise refuse(f"token ids must be whole numbers, got {token!r} at position {at}{hint}") from None
     return ids
 
 
