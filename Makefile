@@ -28,9 +28,10 @@ help:
 demo: model
 	$(BIN)/python examples/demo.py
 
-# Tests that measure time run after the others, alone.
+# The tests of a file share a worker, because some share what takes a while to make. Those that measure time run after
+# the others, alone.
 test: model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not timing"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not timing"
 	$(BIN)/python -m pytest -m timing
 
 lint: $(INSTALLED)
