@@ -85,12 +85,15 @@ class _Sample:
 
     Attributes:
         streamed: each token is an event.
+        processors: Transformers' own, where the request asks for them. Made when the sample first runs, and kept while
+            it is preempted: some have a state of their own (watermarks).
     """
 
     sequence: Scheduled
     completion: Completion
     stream: TextStream | None
     streamed: bool
+    processors: Any = None
 
 
 @dataclass(slots=True)
@@ -441,7 +444,10 @@ class Engine:
 
     def _start(self, sequence: Scheduled) -> None:
         request = self._requests[sequence.request_id]
-        self._sampler.set_row(sequence, request.params, request.seed)
+        sample, make = request.samples[sequence.sample], request.params.processors
+        if make is not None and sample.processors is None:
+            sample.processors = make(len(sequence.prompt))
+        self._sampler.set_row(sequence, request.params, request.seed, sample.processors)
         if sequence.preemptions:
             return
         timings = request.output.timings

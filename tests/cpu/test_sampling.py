@@ -31,6 +31,7 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkingConfig,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -813,3 +814,18 @@ def test_what_cannot_be_had_is_refused_by_name(fields: dict[str, Any], named: st
         assert re.search(named, str(refused.error))
         assert fine.token_ids == first_tokens()[1][:5]
         assert_idle(ours)
+
+
+def test_processors_with_a_state_of_their_own_keep_it_through_a_preemption() -> None:
+    watermark = SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3, context_history_size=4)
+    config = GenerationConfig(max_new_tokens=24, do_sample=True, watermarking_config=watermark, pad_token_id=0)
+    prompts = [[i + 1] * 12 for i in range(4)]
+
+    def run(capacity: str) -> tuple[list[list[int]], int]:
+        with flatbed.Engine(build("llama"), capacity=capacity, block_size=4, prefix_cache=False, seed=3) as engine:
+            return [output.token_ids for output in engine.generate(prompts, config)], engine.stats().preemptions
+
+    (wanted, none), (tight, some) = run("400 blocks"), run("18 blocks")
+    assert none == 0
+    assert some > 0
+    assert tight == wanted

@@ -142,8 +142,9 @@ class Sampler:
         self._processors: dict[int, Any] = {}
         self.failures: dict[tuple[str, int], Exception] = {}
 
-    def set_row(self, sequence: Sequence, params: SamplingParams, seed: int) -> None:
-        """Takes over the parameters of a sequence that was just admitted."""
+    def set_row(self, sequence: Sequence, params: SamplingParams, seed: int, processors: Any = None) -> None:
+        """Takes over the parameters of a sequence that was just admitted; `processors` are made by `params.processors`
+        for it."""
         row = sequence.row
         self._temperature[row] = np.clip(params.temperature, *_TEMPERATURES) if params.temperature > 0 else 0
         self._top_k[row] = params.top_k
@@ -155,13 +156,13 @@ class Sampler:
         self._prompt[row] = len(sequence.prompt)
         self._stretch[row] = -1
         self._logprobs[row] = params.logprobs
-        self._special[row] = params.processors is not None
+        self._special[row] = processors is not None
         self._processing[row] = _wishes(params)
         self._processed[row] = (self._processing[row] != UNPROCESSED).any()
         self._processors.pop(row, None)
         self.seen.forget(row)
-        if params.processors is not None:
-            self._processors[row] = params.processors(len(sequence.prompt))
+        if processors is not None:
+            self._processors[row] = processors
 
     def sample(self, plan: Drawn, logits: torch.Tensor) -> Sampled:
         """float32 logits [samples, vocabulary] of the plan's sampled sequences → tokens."""
