@@ -811,7 +811,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tf.Lfm2ForCausalLM(
             tf.Lfm2Config(**BERT, num_key_value_heads=1, layer_types=["conv", "full_attention"])
         ),
-        "conv",
+        r"recurrent state \(layers of kind conv\)",
     ),
     "Linear": (lambda: nn.Linear(3, 3), "can generate"),
     "XmodForCausalLM": (

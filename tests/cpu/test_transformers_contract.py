@@ -190,7 +190,7 @@ def test_every_supported_family_says_what_the_runner_asks(family: str) -> None:
     """`logits_to_keep` takes a tensor of places; positions and cache are keywords; the limits are in the config."""
     model = build(family)
     assert model._supports_attention_backend
-    assert not model._is_stateful
+    assert not getattr(model, "_is_stateful", False)
     parameters = inspect.signature(model.forward).parameters
     assert {"input_ids", "position_ids", "use_cache"} <= set(parameters)
     ids = torch.tensor([[1, 2, 3, 4, 5]])

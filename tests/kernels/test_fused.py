@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +332,7 @@ def test_modules_run_as_written_where_the_kernels_are_not_for_them(what: str, mo
             torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
 
 
-@pytest.mark.parametrize("change", ["hook", "bias", "forward", "family"])
+@pytest.mark.parametrize("change", ["hook", "bias", "forward", "family", "kernel"])
 def test_what_is_not_recognised_is_left_alone(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "availability", classmethod(lambda cls, device: Availability(True, "a test")))
     model = build("gemma2" if change == "family" else "llama")
@@ -341,6 +342,12 @@ def test_what_is_not_recognised_is_left_alone(change: str, monkeypatch: pytest.M
         model.model.layers[0].mlp.up_proj = torch.nn.Linear(48, 64)
     elif change == "forward":
         monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    elif change == "kernel":  # as `use_kernels=True` exchanges a function, in this model alone
+        functions = getattr(model.model.layers[1].self_attn, "_kernel_funcs", None)
+        if functions is None:
+            pytest.skip("this Transformers makes no modules of functions")
+        (rotary,) = functions.values()
+        rotary.forward = types.MethodType(lambda self, q, k, cos, sin: (q, k), rotary)
     with flatbed.Engine(model, attention="triton", block_size=16, capacity="64 blocks") as engine:
         assert engine._runner.fusions["decoder-layer"] == 0
         prompt = [5, 6, 7]

@@ -49,7 +49,7 @@ QWEN = model(*full(24))  # Qwen2.5-0.5B
 # Gemma 3 27B: 62 layers, every sixth is full, 16 K/V heads of 128.
 GEMMA = model(*sliding(52, 1024, 32, 16, 128), *full(10, 32, 16, 128), max_positions=131072)
 # DeepSeek-V3: 61 layers, 128 heads; keys of 128 + 64, values of 128, out of a latent vector of 512 + 64.
-DEEPSEEK = model(*[AttentionLayer(MLA, 128, 128, 192, 128, latent=576)] * 61, head_dim=64)
+DEEPSEEK = model(*[AttentionLayer(MLA, 128, 128, 192, 128, latent=576, rotary=64)] * 61, head_dim=64)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
@@ -64,16 +64,22 @@ def test_a_model_with_one_kind_of_attention_takes_the_same_bytes_a_token_in_ever
     assert VllmArithmetic(QWEN, BF16).block_bytes == 12_288 * 16
 
 
-def test_mla_is_expanded_by_flatbed_and_kept_as_a_latent_vector_by_vllm() -> None:
+def test_mla_is_expanded_by_flatbed_and_kept_as_a_latent_vector_by_others() -> None:
     assert FlatbedArithmetic(DEEPSEEK, BF16).token_bytes == 61 * 128 * (192 + 128) * 2
     vllm = VllmArithmetic(DEEPSEEK, BF16)
     assert vllm.token_bytes == 576 * 2 * 61 == 70_272
     assert vllm.block_tokens == 64
     assert vllm.block_bytes == 64 * 70_272
+    transformers = TransformersArithmetic(DEEPSEEK, BF16)
+    assert transformers.token_bytes == 70_272
+    assert transformers.block_bytes == 256 * 70_272
+    assert transformers.max_blocks_per_request == 32
 
 
 def test_transformers_is_said_not_to_run_what_its_cache_has_no_room_for() -> None:
-    assert "latent" in (TransformersArithmetic(DEEPSEEK, BF16).refusal or "")
+    assert "latent" in (TransformersArithmetic(DEEPSEEK, BF16, version="5.24.0").refusal or "")
+    assert TransformersArithmetic(DEEPSEEK, BF16, version="5.25.0").refusal is None
+    assert TransformersArithmetic(DEEPSEEK, BF16, version="6.0.0.dev0").refusal is None
     several = model(*full(2, dim=64), *full(2, dim=128), head_dim=None)
     assert "several" in (TransformersArithmetic(several, BF16).refusal or "")
     assert TransformersArithmetic(QWEN, BF16).refusal is None

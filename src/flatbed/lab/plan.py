@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from flatbed.config import DEFAULT_TOKEN_BUDGET, EngineConfig
@@ -234,6 +235,7 @@ def arithmetic_of(
             asynchronous=spec.option("use_async_batching"),
             max_requests=min(workload.n * len(workload.requests), TransformersArithmetic.MAX_REQUESTS),
             logprobs=workload.logprobs,
+            version=spec.version or version("transformers"),
         )
     if spec.name == "vllm":
         return VllmArithmetic(layers, size, block_size=spec.option("block_size"), token_budget=token_budget)

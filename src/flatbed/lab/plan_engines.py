@@ -198,7 +198,7 @@ class FlatbedArithmetic(Arithmetic):
 
 
 class TransformersArithmetic(Arithmetic):
-    """Transformers' paged cache, 5.20 to 5.24: `generation/continuous_batching/cache.py`, `PagedAttentionCache`.
+    """Transformers' paged cache, 5.20 to 5.25: `generation/continuous_batching/cache.py`, `PagedAttentionCache`.
 
     A page is `page_size` tokens of one layer; all layers of one attention type have their pages side by side (the
     allocator's block). Memory is handed to the types in sectors, which hold a whole number of blocks of each::
@@ -208,8 +208,9 @@ class TransformersArithmetic(Arithmetic):
 
     `num_blocks` of the config counts blocks of all layers together and is rounded up to whole sectors. A sliding layer
     keeps `window` tokens of a request, rounded up to pages. Everything is sized by the config's num_key_value_heads
-    and head_dim alone: layers that share K/V get room that nothing writes to, and a model whose keys have another
-    shape (MLA: its latent vector) cannot be run, which is seen in the first forward pass.
+    and head_dim alone: layers that share K/V get room that nothing writes to. MLA keeps its latent vector and the
+    rotated part of the key from 5.25 on, and expands them to heads in each step; before, such a model could not be run,
+    which was seen in the first forward pass.
 
     Args:
         page_size: tokens in a page.
@@ -220,9 +221,11 @@ class TransformersArithmetic(Arithmetic):
         max_requests: `max_requests_per_batch`.
         logits_to_keep: the model computes logits only where they are asked for (nearly all do).
         logprobs: `return_logprobs`.
+        version: of Transformers; None is the newest that is known here.
     """
 
     name = "transformers"
+    LATENT_CACHE = (5, 25)  # keeps what MLA needs since then
     ALIGNMENT = 128
     TRASH_SECTORS = 2
     PAGE_SIZE = 256
@@ -246,9 +249,11 @@ class TransformersArithmetic(Arithmetic):
         max_requests: int = MAX_REQUESTS,
         logits_to_keep: bool = True,
         logprobs: bool = False,
+        version: str | None = None,
     ) -> None:
         super().__init__(model, itemsize)
-        self.refusal = _transformers_refusal(model)
+        old = version is not None and tuple(map(int, version.split(".")[:2])) < self.LATENT_CACHE
+        self.refusal = _transformers_refusal(model, latent_cache=not old)
         self.block_tokens = page_size
         self.token_budget = self.MAX_BATCH_TOKENS if token_budget is None else token_budget
         self.max_requests = max_requests
@@ -258,13 +263,17 @@ class TransformersArithmetic(Arithmetic):
         self._sets = 2 if (flash if asynchronous is None else asynchronous) else 1
         dim = model.head_dim or max(layer.key_dim for layer in model.layers)
         self.head_dim = dim
+        self._latent = next((layer for layer in model.layers if layer.latent is not None), None)
         page = 2 * model.kv_heads * dim * itemsize * page_size
         self._layers = Counter(
             (SLIDING, layer.window) if layer.kind == SLIDING else (FULL, None) for layer in model.layers
         )
-        self._type_block = {kind: page * count for kind, count in self._layers.items()}
+        pages = dict.fromkeys(self._layers, page)
+        if self._latent is not None and self._latent.latent is not None:
+            pages[FULL, None] = self._latent.latent * itemsize * page_size
+        self._type_block = {kind: pages[kind] * count for kind, count in self._layers.items()}
         self.sector_bytes = math.lcm(*self._type_block.values(), self.ALIGNMENT)
-        self.block_bytes = page * len(model.layers)
+        self.block_bytes = sum(self._type_block.values())
         has_table = flash and all(kind != SLIDING for kind, _ in self._layers)
         given = self.MAX_BLOCKS_PER_REQUEST if max_blocks_per_request is None else max_blocks_per_request
         self.max_blocks_per_request = given if has_table else 0
@@ -339,14 +348,22 @@ class TransformersArithmetic(Arithmetic):
         return self.sectors(blocks) * per_sector
 
     @property
-    def _heads_at_peak(self) -> int:
-        return 2 * self.model.kv_heads if self.flash else 2 * self.model.heads + self.model.kv_heads
+    def _numbers_at_peak(self) -> int:
+        """Numbers of keys and values that a token has at the peak of a layer: as they are read from the pool and,
+        without flash attention, repeated for every query head; of MLA as they are expanded to heads."""
+        model, latent = self.model, self._latent
+        if latent is None or latent.latent is None:
+            return self.head_dim * (2 * model.kv_heads if self.flash else 2 * model.heads + model.kv_heads)
+        expanded = latent.key_dim - latent.rotary + latent.value_dim + latent.key_dim
+        if self.flash and latent.value_dim != latent.key_dim:
+            expanded += latent.key_dim  # values, padded to the size of keys
+        return latent.latent + model.heads * expanded
 
     @property
     def _batch_token_bytes(self) -> int:
         model, groups = self.model, len(self._layers)
         attention = self.itemsize * (
-            model.hidden_size + self.head_dim * (model.heads + 2 * model.kv_heads + self._heads_at_peak)
+            model.hidden_size + self.head_dim * (model.heads + 2 * model.kv_heads) + self._numbers_at_peak
         )
         head = 0 if self.logits_to_keep else self._logit_row
         outputs = 2 if self.logprobs else 1
@@ -355,7 +372,7 @@ class TransformersArithmetic(Arithmetic):
 
     @property
     def _cache_token_bytes(self) -> int:
-        return self._heads_at_peak * self.head_dim * self.itemsize + self._sets * len(self._layers) * _INT64
+        return self._numbers_at_peak * self.itemsize + self._sets * len(self._layers) * _INT64
 
     @property
     def _logit_row(self) -> int:
@@ -366,11 +383,11 @@ class TransformersArithmetic(Arithmetic):
         return self.max_requests * self._logit_row if self.logits_to_keep else 0
 
 
-def _transformers_refusal(model: ModelLayers) -> str | None:
-    if any(layer.kind == MLA for layer in model.layers):
+def _transformers_refusal(model: ModelLayers, *, latent_cache: bool) -> str | None:
+    if not latent_cache and any(layer.kind == MLA for layer in model.layers):
         return (
-            "its paged cache has room for num_key_value_heads x head_dim numbers, and this model hands it a latent "
-            "vector (seen with 5.24.0: the first forward pass fails and no tokens come back)"
+            "before 5.25 its paged cache has room for num_key_value_heads x head_dim numbers, and this model hands it "
+            "a latent vector: the first forward pass fails and no tokens come back"
         )
     if model.head_dim is None:
         return "its paged cache knows one head_dim, and the layers of this model have several"

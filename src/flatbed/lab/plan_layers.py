@@ -45,6 +45,7 @@ class AttentionLayer:
         key_dim, value_dim: numbers in a key and in a value vector that attention is given.
         window: tokens that a query sees at the most; None sees all.
         latent: numbers that `mla` can keep instead: the latent vector and the rotary part; None elsewhere.
+        rotary: numbers of a key that are rotated, in `mla`, where all heads have the same.
         shared: reads the K/V of an earlier layer.
     """
 
@@ -55,6 +56,7 @@ class AttentionLayer:
     value_dim: int
     window: int | None = None
     latent: int | None = None
+    rotary: int = 0
     shared: bool = False
 
     @property
@@ -160,7 +162,8 @@ def _layer(kind: str, config: Any, *, shared: bool) -> AttentionLayer:
         # Every query head has a key and a value of its own; both are products of the same latent vector.
         rotary = config.qk_rope_head_dim
         key = config.qk_nope_head_dim + rotary
-        return AttentionLayer(MLA, heads, heads, key, config.v_head_dim, latent=latent + rotary, shared=shared)
+        dims = (key, config.v_head_dim)
+        return AttentionLayer(MLA, heads, heads, *dims, latent=latent + rotary, rotary=rotary, shared=shared)
     dim = _head_dim(config)
     return AttentionLayer(kind, heads, _kv_heads(config), dim, dim, window=seen, shared=shared)
 

@@ -39,12 +39,19 @@ def known(*classes: tuple[str, str]) -> Known:
 
 def runs_as(module: nn.Module, classes: Known) -> bool:
     """Whether the module's forward is that of one of the classes."""
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ or _kernelized(module):
         return False
     try:
         return _running(type(module)) in _written(classes)
     except (OSError, TypeError, AttributeError, SyntaxError):  # no source to look at
         return False
+
+
+def _kernelized(module: nn.Module) -> bool:
+    """Whether a kernel out of a hub stands for a function that the module calls (`use_kernels=True`). The package
+    `kernels` keeps what may be exchanged in an attribute of each module."""
+    functions = module.__dict__.get("_kernel_funcs", {})
+    return any("forward" in vars(function) for function in functions.values())
 
 
 def hooked(module: nn.Module) -> bool:
@@ -101,6 +108,14 @@ def _code(function: ast.FunctionDef, find: Callable[[str], ast.FunctionDef | Non
     return "\n".join((texts[0], *sorted(texts[1:])))
 
 
+def _function(value: Any) -> Any:
+    """The function that a module stands for, or the value itself. The package `kernels` makes a module of a function
+    that may be exchanged, as Transformers' rotary functions may from 5.25 on; its forward closes over the function."""
+    if isinstance(value, nn.Module) and "forward" not in vars(value) and not hooked(value):
+        return inspect.getclosurevars(type(value).forward).nonlocals.get("func", value)
+    return value
+
+
 def _called(function: types.FunctionType) -> dict[str, types.FunctionType]:
     """The functions of the same file that a function calls, and those that they call, as they are now, by name."""
     found: dict[str, types.FunctionType] = {}
@@ -108,7 +123,7 @@ def _called(function: types.FunctionType) -> dict[str, types.FunctionType]:
     while pending:
         one = pending.pop()
         for name in one.__code__.co_names:
-            value = one.__globals__.get(name)
+            value = _function(one.__globals__.get(name))
             if isinstance(value, types.FunctionType) and value.__module__ == one.__module__ and name not in found:
                 found[name] = inspect.unwrap(value)
                 pending.append(found[name])

@@ -35,8 +35,9 @@ from flatbed.model.shadow import make_shadow, unwrap, without_hooks
 from flatbed.model.weights import Identity
 from flatbed.scheduling.plan import BatchPlan, Ints
 
-# Layer kinds of `config.layer_types` whose state is K/V alone.
+# Layer kinds of `config.layer_types` whose state is K/V alone, and those that keep a recurrent state.
 _KV_LAYERS = {"full_attention", "sliding_attention"}
+_RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
 # Layers of torch.ao.quantization.quantize_dynamic, which quantise activations per tensor.
 _SCALED_TOGETHER = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 
@@ -279,11 +280,13 @@ def check_architecture(model: Any) -> None:
     inner = _inside_peft(model)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         refuse("its PEFT adapter puts virtual tokens before the prompt; Flatbed runs adapters inside of layers (LoRA)")
-    if getattr(inner, "_is_stateful", False):
-        refuse("it keeps a recurrent state; Flatbed keeps K/V")
+    kinds = set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS
+    # `_is_stateful` said so up to Transformers 5.24.
+    if getattr(inner, "_is_stateful", False) or kinds & _RECURRENT_LAYERS:
+        told = f" (layers of kind {', '.join(sorted(kinds))})" if kinds else ""
+        refuse(f"it keeps a recurrent state{told}; Flatbed keeps K/V")
     if not getattr(inner, "_supports_attention_backend", False):
         refuse("its attention does not go through Transformers' attention interface")
-    kinds = set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS
     if kinds:
         refuse(f"it has layers of kind {', '.join(sorted(kinds))}; Flatbed has {', '.join(sorted(_KV_LAYERS))}")
     if getattr(text, "num_kv_shared_layers", 0):
